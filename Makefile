@@ -1,0 +1,45 @@
+# make install   .venv with the package, megatron-core and the development tools
+# make test      the test suite
+# make lint      ruff and pyright
+# make demo      what the project does, on this machine
+# make clean     removes .venv and every cache
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SETUP := pyproject.toml constraints-dev.txt
+
+# The demo, one command a line; `make demo` runs them in this order.
+define DEMO
+$(BIN)/ep-overlap doctor
+$(BIN)/ep-overlap bench --trace out/bench_trace.json
+$(BIN)/ep-overlap timeline out/bench_trace.json -o out/timeline.html
+endef
+
+.PHONY: install test lint demo clean
+
+install: $(STAMP)
+
+$(STAMP): $(SETUP) scripts/find_python.sh
+	@python="$$(PYTHON='$(PYTHON)' sh scripts/find_python.sh)" && \
+	    echo "creating $(VENV) with $$python" && \
+	    "$$python" -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint constraints-dev.txt --editable '.[dev]'
+	@touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+demo: $(STAMP)
+	@mkdir -p out
+	$(DEMO)
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find ep_overlap fsdp_hooks tests -name __pycache__ -type d -prune -exec rm -rf {} +

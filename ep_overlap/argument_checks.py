@@ -1,0 +1,192 @@
+"""What is wrong with a command's arguments, found before anything starts. Imports no torch.
+
+``problems`` refuses, ``remarks`` warns of settings without effect; both yield one-line texts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, cast
+
+from ep_overlap.arguments import (
+    Arguments,
+    BenchArguments,
+    ModelFlags,
+    PlanArguments,
+    RankFlags,
+    TimelineArguments,
+    TrainArguments,
+)
+from ep_overlap.plan.lower import Strategy
+from ep_overlap.plan_arguments import plan_of
+from fsdp_hooks.link_speed import parse_rate
+
+LINK_KINDS: Final = ("paced", "shaped")
+
+_COUNTS: Final = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "seq_length",
+    "micro_batch_size",
+    "num_microbatches",
+    "nproc",
+    "expert_model_parallel_size",
+    "max_unsharded_units",
+    "train_iters",
+    "rounds",
+)
+"""The fields that must be 1 or more where a command has them and they are given."""
+
+_OUTPUTS: Final = ("json", "trace", "output")
+"""The fields that name a file to write."""
+
+
+def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
+    """Why the arguments cannot work; the first is what a user should be told."""
+    yield from _bad_counts(args)
+    yield from _bad_outputs(args)
+    match args:
+        case TrainArguments():
+            yield from _bad_model(args)
+            yield from _bad_ranks(args, args.num_experts, environ)
+            yield from _bad_training(args)
+            if args.overlap_moe_expert_parallel_comm:
+                yield from _bad_plan(args)
+        case BenchArguments():
+            yield from _bad_model(args)
+            yield from _bad_ranks(args, args.num_experts, environ)
+            yield from _bad_link(args.link)
+        case TimelineArguments():
+            yield from _bad_window(args)
+        case _:
+            pass
+
+
+def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
+    """Settings that change nothing."""
+    if isinstance(args, TrainArguments | PlanArguments | BenchArguments):
+        sharded = args.data_parallel_sharding_strategy is Strategy.OPTIM_GRADS_PARAMS
+        if args.max_unsharded_units is not None and not sharded:
+            yield (
+                "--max-unsharded-units has no effect with --data-parallel-sharding-strategy "
+                f"{args.data_parallel_sharding_strategy}: only optim_grads_params gathers units"
+            )
+    if isinstance(args, TrainArguments | PlanArguments):
+        overlap = args.overlap_moe_expert_parallel_comm
+        if args.order is not None and not overlap:
+            yield "--order has no effect without --overlap-moe-expert-parallel-comm"
+    if isinstance(args, TrainArguments | BenchArguments):
+        overlap = isinstance(args, BenchArguments) or args.overlap_moe_expert_parallel_comm
+        if overlap and args.expert_parallel_size(environ) == 1:
+            yield (
+                "there is nothing to hide with --expert-model-parallel-size 1: "
+                "a rank that has all experts exchanges nothing"
+            )
+    if isinstance(args, PlanArguments) and args.gradient_accumulation_fusion:
+        yield "--gradient-accumulation-fusion does not change a plan"
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _bad_counts(args: Arguments) -> Iterator[str]:
+    values = cast("dict[str, object]", vars(args))
+    for name in _COUNTS:
+        value = values.get(name)
+        if isinstance(value, int) and value < 1:
+            yield f"{_spelled(name)}: expected 1 or more, got {value}"
+
+
+def _bad_outputs(args: Arguments) -> Iterator[str]:
+    values = cast("dict[str, object]", vars(args))
+    for name in _OUTPUTS:
+        path = values.get(name)
+        if isinstance(path, Path) and not path.parent.is_dir():
+            yield f"{_spelled(name)} {path}: there is no directory {path.parent}"
+        elif isinstance(path, Path) and path.is_dir():
+            yield f"{_spelled(name)} {path}: expected a file, got a directory"
+
+
+def _bad_model(args: ModelFlags) -> Iterator[str]:
+    if args.hidden_size % args.num_attention_heads:
+        yield (
+            f"--hidden-size {args.hidden_size} is not divisible by "
+            f"--num-attention-heads {args.num_attention_heads}"
+        )
+    if args.moe_router_topk > args.num_experts:
+        yield (
+            f"--moe-router-topk {args.moe_router_topk}: expected at most "
+            f"--num-experts {args.num_experts}"
+        )
+
+
+def _bad_ranks(args: RankFlags, num_experts: int, environ: Mapping[str, str]) -> Iterator[str]:
+    num_ranks, ep_size = args.num_ranks(environ), args.expert_parallel_size(environ)
+    if num_ranks % ep_size:
+        yield (
+            f"--expert-model-parallel-size {ep_size} does not divide the number of ranks, "
+            f"{num_ranks} (--nproc)"
+        )
+    if num_experts % ep_size:
+        yield (
+            f"--num-experts {num_experts} is not divisible by "
+            f"--expert-model-parallel-size {ep_size}"
+        )
+
+
+def _bad_training(args: TrainArguments) -> Iterator[str]:
+    if not (math.isfinite(args.lr) and args.lr >= 0):
+        yield f"--lr: expected a finite number, 0 or more, got {args.lr}"
+    for name, is_set in (
+        ("delay_wgrad_compute", args.delay_wgrad_compute),
+        ("gradient_accumulation_fusion", args.gradient_accumulation_fusion),
+    ):
+        if is_set:
+            yield f"{_spelled(name)} is not built yet; leave it out"
+    if args.load is not None and not args.load.is_dir():
+        yield f"--load {args.load}: no such directory"
+    if args.save is not None and args.save.exists() and not args.save.is_dir():
+        yield f"--save {args.save}: expected a directory, got a file"
+    if args.data is not None:
+        yield from _bad_data(args.data, args.seq_length + 1)
+
+
+def _bad_plan(args: TrainArguments) -> Iterator[str]:
+    try:
+        plan_of(args)
+    except ValueError as error:
+        yield str(error).partition("\n")[0]
+
+
+def _bad_data(path: Path, min_bytes: int) -> Iterator[str]:
+    if not path.is_file():
+        yield f"--data {path}: no such file"
+    elif path.stat().st_size < min_bytes:
+        yield (
+            f"--data {path}: expected at least {min_bytes} bytes (--seq-length and one more), "
+            f"got {path.stat().st_size}"
+        )
+
+
+def _bad_link(text: str) -> Iterator[str]:
+    kind, colon, rate = text.partition(":")
+    if kind not in LINK_KINDS or not colon:
+        yield f"--link {text!r}: expected paced:RATE or shaped:RATE, such as paced:800mbit"
+        return
+    try:
+        parse_rate(rate)
+    except ValueError as error:
+        yield f"--link {text!r}: {error}"
+
+
+def _bad_window(args: TimelineArguments) -> Iterator[str]:
+    if args.start_ms < 0:
+        yield f"--start-ms: expected 0 or more, got {args.start_ms:g}"
+    if args.end_ms is not None and args.end_ms <= args.start_ms:
+        yield f"--end-ms {args.end_ms:g}: expected more than --start-ms {args.start_ms:g}"

@@ -1,0 +1,342 @@
+"""The command line's flags as typed, frozen values, and the parser that fills them.
+
+A group of flags is a dataclass: the field's name is the flag (``num_layers`` is ``--num-layers``),
+its default the flag's default, its annotation the flag's type; the first line of the class's
+docstring is the group's title in ``--help``. A command's arguments inherit the groups it takes.
+Names and defaults are Megatron's where Megatron has the flag. Imports no torch.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from enum import StrEnum
+from inspect import get_annotations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, cast, override
+
+from ep_overlap.plan.lower import Strategy
+
+
+class ModelName(StrEnum):
+    """``--model``."""
+
+    MEGATRON = "megatron"
+    REFERENCE = "reference"
+
+
+class DeviceChoice(StrEnum):
+    """``--device``."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class OptimizerName(StrEnum):
+    """``--optimizer``."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FlagText:
+    """What ``--help`` says of a flag, and how it is spelled where the field's name does not say."""
+
+    help: str
+    metavar: str
+    short: str
+    is_positional: bool = False
+
+
+def _flag[T](default: T, meaning: str, *, metavar: str = "N", short: str = "") -> T:
+    """A field that is a flag. ``meaning`` is one line; the default is added to it unless None."""
+    text = _FlagText(help=meaning, metavar=metavar, short=short)
+    return field(default=default, metadata={_FlagText: text})
+
+
+def _positional(meaning: str, *, metavar: str) -> Any:
+    """A required argument without a name."""
+    text = _FlagText(help=meaning, metavar=metavar, short="", is_positional=True)
+    return field(metadata={_FlagText: text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """model"""
+
+    num_layers: int = _flag(4, "transformer layers")
+    hidden_size: int = _flag(128, "width of the residual stream")
+    num_attention_heads: int = _flag(4, "attention heads")
+    ffn_hidden_size: int = _flag(256, "hidden width of dense feed-forward layers")
+    num_experts: int = _flag(4, "experts of each MoE layer, over all ranks")
+    moe_ffn_hidden_size: int = _flag(256, "hidden width of an expert")
+    moe_router_topk: int = _flag(2, "experts that each token is sent to")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFlags:
+    """batch"""
+
+    seq_length: int = _flag(128, "tokens of a sequence")
+    micro_batch_size: int = _flag(2, "sequences of a microbatch, per rank")
+    num_microbatches: int = _flag(4, "microbatches of a step, per rank")
+    seed: int = _flag(1234, "seed of the weights and of the choice of data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFlags:
+    """ranks"""
+
+    model: ModelName = _flag(
+        ModelName.MEGATRON, "megatron-core's GPTModel, or a small MoE of plain torch"
+    )
+    device: DeviceChoice = _flag(DeviceChoice.AUTO, "auto takes the GPUs when there are any")
+    nproc: int = _flag(2, "ranks to start; under torchrun its world size holds instead")
+    expert_model_parallel_size: int | None = _flag(
+        None, "ranks that share the experts (default: all ranks)"
+    )
+
+    def num_ranks(self, environ: Mapping[str, str]) -> int:
+        """Ranks of the run: torchrun's ``WORLD_SIZE`` where it is set, else ``--nproc``."""
+        return int(environ.get("WORLD_SIZE", self.nproc))
+
+    def expert_parallel_size(self, environ: Mapping[str, str]) -> int:
+        """``--expert-model-parallel-size``, by default every rank."""
+        size = self.expert_model_parallel_size
+        return self.num_ranks(environ) if size is None else size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingFlags:
+    """sharding"""
+
+    data_parallel_sharding_strategy: Strategy = _flag(
+        Strategy.NO_SHARD, "what the data-parallel ranks share out"
+    )
+    max_unsharded_units: int | None = _flag(
+        None, "units that may be gathered at a time (default: what the order needs)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapFlags:
+    """overlap"""
+
+    overlap_moe_expert_parallel_comm: bool = _flag(
+        False, "run each exchange under another microbatch's compute"
+    )
+    delay_wgrad_compute: bool = _flag(False, "run weight gradients as actions of their own")
+    gradient_accumulation_fusion: bool = _flag(
+        False, "add weight gradients straight into the reduction's buffer"
+    )
+    order: str | None = _flag(
+        None,
+        "plain, paired, or a file of action words (default: paired from two microbatches on)",
+        metavar="plain|paired|FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultFlags:
+    """result"""
+
+    json: Path | None = _flag(None, "write the result to FILE as JSON", metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFlags:
+    """trace"""
+
+    trace: Path | None = _flag(
+        None, "write what ran when to FILE, for `ep-overlap timeline` or Perfetto", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(
+    ModelFlags, BatchFlags, RankFlags, ShardingFlags, OverlapFlags, TraceFlags, ResultFlags
+):
+    """training"""
+
+    data: Path | None = _flag(
+        None,
+        "text file, a token a byte (default: the sources of Python's standard library)",
+        metavar="FILE",
+    )
+    train_iters: int = _flag(20, "optimizer steps")
+    lr: float = _flag(1e-3, "learning rate")
+    optimizer: OptimizerName = _flag(OptimizerName.ADAMW, "optimizer of torch.optim")
+    save: Path | None = _flag(None, "write a checkpoint to DIR after the last step", metavar="DIR")
+    load: Path | None = _flag(None, "go on from the checkpoint in DIR", metavar="DIR")
+    check_parity: bool = _flag(
+        False, "run the same step without overlap beside it, and compare bit for bit"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(ShardingFlags, OverlapFlags, ResultFlags):
+    """plan"""
+
+    num_layers: int = _flag(4, "transformer layers")
+    num_microbatches: int = _flag(4, "microbatches of a step, per rank")
+    check: bool = _flag(False, "check the plan and say what was proved, instead of printing it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineArguments(ResultFlags):
+    """picture"""
+
+    trace_file: Path = _positional("a trace that `--trace` wrote", metavar="TRACE")
+    output: Path = _flag(
+        Path("timeline.png"), "the picture, .png, .svg or .html", metavar="FILE", short="-o"
+    )
+    step: int | None = _flag(None, "the step to draw (default: the last whole one)")
+    start_ms: float = _flag(0.0, "start of the window, from the start of the step")
+    end_ms: float | None = _flag(None, "end of the window (default: the end of the step)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlags, ResultFlags):
+    """measuring"""
+
+    link: str = _flag(
+        "paced:800mbit",
+        "paced:RATE waits in the communicator; shaped:RATE shapes a network namespace (root)",
+        metavar="KIND:RATE",
+    )
+    rounds: int = _flag(7, "rounds, each one step of off, plain and paired")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments(ResultFlags):
+    """doctor"""
+
+
+Arguments = TrainArguments | PlanArguments | TimelineArguments | BenchArguments | DoctorArguments
+
+COMMANDS: Final = MappingProxyType[str, type[Arguments]](
+    {
+        "train": TrainArguments,
+        "plan": PlanArguments,
+        "timeline": TimelineArguments,
+        "bench": BenchArguments,
+        "doctor": DoctorArguments,
+    }
+)
+
+SUMMARIES: Final = MappingProxyType(
+    {
+        "train": "train a MoE model on the bytes of a text",
+        "plan": "print or check the actions of a step; needs no torch",
+        "timeline": "draw a trace",
+        "bench": "time a step without overlap, with the plain and with the paired order",
+        "doctor": "what this machine has, and which features that allows",
+    }
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse(argv: Sequence[str] | None) -> tuple[str, Arguments]:
+    """The command and its arguments; exits with 2 and one line where they do not parse."""
+    parser = Parser(
+        prog="ep-overlap",
+        description="Hides the expert-parallel exchange of MoE training under compute.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in SUMMARIES.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            usage=f"ep-overlap {name} [flags]{' TRACE' if name == 'timeline' else ''}",
+            formatter_class=_help_formatter,
+            allow_abbrev=False,
+        )
+        _add_groups(command, COMMANDS[name])
+    values = vars(parser.parse_args(argv))
+    name = cast("str", values.pop("command"))
+    return name, COMMANDS[name](**values)
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=44, width=120)
+
+
+def _add_groups(parser: argparse.ArgumentParser, arguments: type[Arguments]) -> None:
+    """The command's own flags first, then those of its groups.
+
+    A command may redeclare a group's flag for a default of its own: it stays in its group.
+    """
+    items = {item.name: item for item in fields(arguments)}
+    shared = {name for group in arguments.__bases__ for name in get_annotations(group)}
+    for group in (arguments, *arguments.__bases__):
+        names = [
+            name for name in get_annotations(group) if group is not arguments or name not in shared
+        ]
+        section = parser.add_argument_group((group.__doc__ or "").partition("\n")[0])
+        for name in names:
+            _add_flag(section, items[name])
+
+
+def _add_flag(section: Any, item: Field[Any]) -> None:
+    text: _FlagText = item.metadata[_FlagText]
+    if text.is_positional:
+        section.add_argument(item.name, type=Path, metavar=text.metavar, help=text.help)
+        return
+    names = [name for name in (text.short, "--" + item.name.replace("_", "-")) if name]
+    if isinstance(item.default, bool):
+        section.add_argument(*names, dest=item.name, action="store_true", help=text.help)
+        return
+    kind: object = item.type
+    section.add_argument(
+        *names,
+        dest=item.name,
+        type=_converter(kind),
+        default=item.default,
+        metavar="|".join(kind) if _is_choice(kind) else text.metavar,
+        help=text.help if item.default is None else f"{text.help} (default: {item.default})",
+    )
+
+
+def _is_choice(kind: object) -> TypeIs[type[StrEnum]]:
+    return isinstance(kind, type) and issubclass(kind, StrEnum)
+
+
+def _choice(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
+    def convert(text: str) -> StrEnum:
+        if text not in frozenset(kind):
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(kind)}; got {text!r}")
+        return kind(text)
+
+    return convert
+
+
+def _converter(kind: object) -> Callable[[str], object]:
+    """Text to the field's type, with our own words for text that is no number."""
+    if _is_choice(kind):
+        return _choice(kind)
+    if kind in (int, int | None):
+        return _number(int, "a whole number")
+    if kind in (float, float | None):
+        return _number(float, "a number")
+    return Path if kind in (Path, Path | None) else str
+
+
+def _number(kind: type[int] | type[float], meaning: str) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {meaning}, got {text!r}") from None
+
+    return convert

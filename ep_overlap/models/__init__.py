@@ -1,0 +1,1 @@
+"""Models that give the schedule their parts."""

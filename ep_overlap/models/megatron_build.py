@@ -1,0 +1,167 @@
+"""Builds megatron-core's GPTModel from sizes and our own process groups.
+
+No ``parallel_state`` is set up: every group is handed in. Groups that are not expert-parallel hold
+one rank, because sharding over data-parallel ranks is not the model's business here.
+"""
+
+import logging
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.nn import functional as F
+
+from ep_overlap.models.groups import ExpertGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSizes:
+    """Sizes of a GPTModel."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_hidden_size: int
+    """The inner size of each expert, and of the MLP of a dense layer."""
+    num_experts: int
+    """Of the whole model, over all expert-parallel ranks."""
+    topk: int
+    seq_length: int
+    vocab_size: int = 256
+    moe_layer_freq: int = 1
+    """Layer i is an MoE layer where i is a multiple of this, else a dense one."""
+    shared_expert_ffn_hidden_size: int | None = None
+    """The inner size of the expert that every token visits; None: there is none."""
+    swiglu: bool = True
+    dtype: torch.dtype = torch.float32
+
+
+def transformer_config(sizes: MegatronSizes, expert_parallel_size: int) -> TransformerConfig:
+    """megatron-core's settings for these sizes: no dropout, no biases, no fused kernels."""
+    return TransformerConfig(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        ffn_hidden_size=sizes.ffn_hidden_size,
+        num_moe_experts=sizes.num_experts,
+        moe_ffn_hidden_size=sizes.ffn_hidden_size,
+        moe_router_topk=sizes.topk,
+        moe_layer_freq=sizes.moe_layer_freq,
+        moe_shared_expert_intermediate_size=sizes.shared_expert_ffn_hidden_size,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        expert_model_parallel_size=expert_parallel_size,
+        normalization="RMSNorm",
+        gated_linear_unit=sizes.swiglu,
+        activation_func=F.silu if sizes.swiglu else F.gelu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=sizes.dtype is torch.bfloat16,
+        params_dtype=sizes.dtype,
+        # Draws weights on CPU, so that a seed means the same on every device.
+        use_cpu_initialization=True,
+        transformer_impl="local",
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def build_gpt(
+    sizes: MegatronSizes,
+    groups: ExpertGroups,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> GPTModel:
+    """Build the model with megatron-core's local layers, rotary positions and SequentialMLP.
+
+    The weights depend on the seed alone: each expert draws from a seed of its global index, so the
+    model is the same function whatever the expert-parallel size. The caller's random state stays.
+
+    On CPU, call it inside ``megatron_on_cpu``; on a GPU, inside ``megatron_globals``.
+
+    Raises:
+        ValueError: the experts cannot be divided evenly among the ranks.
+        RuntimeError: ``torch.distributed`` is not initialised; megatron-core ignores the groups it
+            is given until it is.
+    """
+    if sizes.num_experts % groups.size:
+        raise ValueError(
+            f"num_experts {sizes.num_experts} is not a multiple of the expert-parallel size "
+            f"{groups.size}"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "megatron-core needs torch.distributed, with one rank too: call init_process_group "
+            "before build_gpt"
+        )
+    config = transformer_config(sizes, groups.size)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
+    with torch.random.fork_rng(devices=()), _without_deprecation_note():
+        torch.manual_seed(seed)
+        model = GPTModel(
+            config,
+            cast(ModuleSpec, spec),  # takes a block's spec as well as a layer's
+            vocab_size=sizes.vocab_size,
+            max_sequence_length=sizes.seq_length,
+            position_embedding_type="rope",
+            pg_collection=process_groups(groups),
+        )
+        _initialise_experts(model, seed)
+    return model.to(device=device, dtype=sizes.dtype)
+
+
+def process_groups(groups: ExpertGroups) -> ProcessGroupCollection:
+    """megatron-core's collection: the expert groups, and for all else a group of this rank."""
+    # A real group: the loss reduces over tensor-parallel ranks even where there is one.
+    lone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_rank")
+    chosen: dict[str, object] = {field.name: lone for field in fields(ProcessGroupCollection)}
+    chosen |= {"ep": groups.exchange, "tp_ep": groups.counts, "hcp": [lone]}
+    # None is megatron-core's word for: this rank shares no embedding with another stage.
+    chosen |= {"embd": None, "pos_embd": None}
+    return ProcessGroupCollection(**chosen)
+
+
+@torch.no_grad()
+def _initialise_experts(model: GPTModel, seed: int) -> None:
+    """Draw each expert anew. Built as they are, ranks with one seed would hold equal experts."""
+    init_fc1, init_fc2 = model.config.init_method, model.config.output_layer_init_method
+    assert init_fc1 is not None and init_fc2 is not None, "TransformerConfig fills both in"
+    layers = [cast(TransformerLayer, layer) for layer in model.decoder.layers]
+    for index, layer in enumerate(layers):
+        if not isinstance(layer.mlp, MoELayer):
+            continue
+        experts = cast(SequentialMLP, layer.mlp.experts).local_experts
+        for expert, module in zip(layer.mlp.local_expert_indices, experts, strict=True):
+            torch.manual_seed(zlib.crc32(f"{seed}.{index}.{expert}".encode()))
+            init_fc1(cast(MLP, module).linear_fc1.weight)
+            init_fc2(cast(MLP, module).linear_fc2.weight)
+
+
+@contextmanager
+def _without_deprecation_note() -> Generator[None]:
+    """GPTModel logs at each start that HybridModel is to follow it; users cannot act on that."""
+    logger = logging.getLogger(gpt_model.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

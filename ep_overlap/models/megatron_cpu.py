@@ -1,0 +1,95 @@
+"""Lets megatron-core's MoE models run on CPU ranks.
+
+megatron-core 0.19 asks ``torch.cuda`` for streams and for the current device wherever it allocates,
+and moves split sizes to the host only from a GPU. The stand-ins answer for the CPU:
+
+====================================  ==========================================================
+``torch.cuda.current_device``         the CPU
+``torch.cuda.Stream``                 a stream whose work is done when it is issued
+``torch.cuda.current_stream``         one such stream
+``torch.cuda.stream``                 enters nothing
+``MoEAlltoAllTokenDispatcher``        its stream for device-to-host copies is such a stream
+``token_dispatcher``                  its ``maybe_move_tensor_to_cpu`` makes numpy arrays of CPU
+                                      tensors too: split sizes must be plain integers
+``parallel_state``, ``random``        see ``megatron_globals``
+====================================  ==========================================================
+
+The stand-in streams order nothing. A schedule brings its own streams; where it has none, the
+calling thread does one thing after the other.
+"""
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ep_overlap.models.megatron_globals import megatron_globals, replace
+
+
+@contextmanager
+def megatron_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
+    """Put the stand-ins in place, and undo every one on exit. May be nested.
+
+    Both building and running a model, backward included, must happen inside. The stand-ins are
+    process-wide, so all threads see them.
+
+    Args:
+        device: where the model is to run; anything but a CPU is refused.
+
+    Raises:
+        RuntimeError: the model is to run on a GPU, or this process uses one already.
+    """
+    _refuse_gpu(torch.device(device))
+    from megatron.core.transformer.moe import token_dispatcher
+
+    stream = _DoneStream()
+    with ExitStack() as undo:
+        replace(undo, torch.cuda, "current_device", _current_device)
+        replace(undo, torch.cuda, "Stream", _DoneStream)
+        replace(undo, torch.cuda, "current_stream", lambda device=None: stream)
+        replace(undo, torch.cuda, "stream", nullcontext)
+        replace(undo, token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+        replace(undo, dispatcher, "cuda_dtoh_stream", stream)
+        undo.enter_context(megatron_globals())
+        yield
+
+
+def _refuse_gpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise RuntimeError(
+            f"megatron_on_cpu replaces parts of torch.cuda, so a model on {device} cannot run "
+            "inside it; on a GPU megatron-core needs no stand-ins: leave it out"
+        )
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "megatron_on_cpu replaces parts of torch.cuda, which this process is using; run the "
+            "CPU model in a process of its own, with CUDA_VISIBLE_DEVICES set to nothing"
+        )
+
+
+class _DoneEvent:
+    """Has happened already."""
+
+    def synchronize(self) -> None: ...
+
+
+class _DoneStream:
+    """Runs work when it is issued, so there is nothing to wait for."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self, event: object = None) -> _DoneEvent:
+        return _DoneEvent()
+
+
+def _current_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Stand in for ``megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu``."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor

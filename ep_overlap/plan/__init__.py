@@ -1,0 +1,1 @@
+"""The schedule as data: actions, orders, passes, checks. Imports no torch."""

@@ -1,0 +1,166 @@
+"""One thing to do, as a small frozen value that prints as one word and parses back.
+
+The same word is the profiler range, the trace label, the golden file's line and the error's
+subject::
+
+    2F.attn.L3      microbatch 2, forward, attn of layer 3
+    1W.mlp.L0       microbatch 1, delayed weight gradient, mlp of layer 0
+    0B.post         microbatch 0, backward, post (pre and post belong to no layer)
+    2SYNC.L3        the host waits for microbatch 2's split sizes in layer 3
+    UNSHARD.L3      gather unit L3          (units: L0, L1, ... and root)
+    RESHARD.L3      release unit L3
+    REDUCE.L3       reduce the gradients of unit L3
+
+The idea of words that parse back is that of ``_Action`` in ``torch.distributed.pipelining``.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Phase(StrEnum):
+    """Which pass over a node."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The gradient of the inputs and, when not delayed, of the weights."""
+    WGRAD = "W"
+    """The delayed weight gradient."""
+    RECOMPUTE = "R"
+
+
+class Node(StrEnum):
+    """A part of the model that the schedule places as a whole."""
+
+    PRE = "pre"
+    ATTN = "attn"
+    DISPATCH = "dispatch"
+    MLP = "mlp"
+    COMBINE = "combine"
+    POST = "post"
+
+
+class LayerKind(StrEnum):
+    """Which nodes a layer has (``NODES_OF``)."""
+
+    MOE = "moe"
+    DENSE = "dense"
+
+
+NODES_OF: Final = {
+    LayerKind.MOE: (Node.ATTN, Node.DISPATCH, Node.MLP, Node.COMBINE),
+    LayerKind.DENSE: (Node.ATTN, Node.MLP),
+}
+"""The nodes of each kind of layer, in forward order."""
+
+
+class UnitOp(StrEnum):
+    """What a plan does to a unit."""
+
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE"
+
+
+class Lane(StrEnum):
+    """The first-in-first-out queue that an action is issued to; a stream runs each."""
+
+    COMP = "comp"
+    COMM = "comm"
+    AG = "ag"
+    RS = "rs"
+    HOST = "host"
+
+
+ROOT_UNIT: Final = "root"
+"""The unit of what belongs to no layer: embedding, final norm, output layer."""
+
+_LAYERLESS: Final = frozenset({Node.PRE, Node.POST})
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A node in a phase for a microbatch. ``layer`` is None for ``pre`` and ``post`` alone."""
+
+    microbatch: int
+    phase: Phase
+    node: Node
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.node in _LAYERLESS) != (self.layer is None):
+            raise ValueError(
+                f"{self.node} {'belongs to no layer' if self.layer is not None else 'needs a layer'}"
+                f" (got layer={self.layer})"
+            )
+
+    def __str__(self) -> str:
+        word = f"{self.microbatch}{self.phase}.{self.node}"
+        return word if self.layer is None else f"{word}.L{self.layer}"
+
+    @property
+    def lane(self) -> Lane:
+        """Exchanges run on the comm lane, everything else on the compute lane."""
+        return Lane.COMM if self.node in (Node.DISPATCH, Node.COMBINE) else Lane.COMP
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAction:
+    """Gather, release or reduce one unit."""
+
+    op: UnitOp
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.op}.{self.unit}"
+
+    @property
+    def lane(self) -> Lane:
+        """Reductions have a lane of their own; a release follows gathers in stream order."""
+        return Lane.RS if self.op is UnitOp.REDUCE else Lane.AG
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """The host waits for the split sizes that ``attn`` of this microbatch and layer computed."""
+
+    microbatch: int
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}SYNC.L{self.layer}"
+
+    @property
+    def lane(self) -> Lane:
+        return Lane.HOST
+
+
+Action = Compute | UnitAction | Sync
+
+_COMPUTE: Final = re.compile(r"(\d+)([FBWR])\.([a-z]+)(?:\.L(\d+))?")
+_UNIT: Final = re.compile(r"(UNSHARD|RESHARD|REDUCE)\.(\w+)")
+_SYNC: Final = re.compile(r"(\d+)SYNC\.L(\d+)")
+
+
+def parse_action(word: str) -> Action:
+    """Read one word back; ``parse_action(str(a)) == a`` for every action.
+
+    Raises:
+        ValueError: the word is none of the forms in this module's docstring.
+    """
+    if match := _COMPUTE.fullmatch(word):
+        microbatch, phase, node, layer = match.groups()
+        if node in frozenset(Node):
+            return Compute(
+                int(microbatch), Phase(phase), Node(node), None if layer is None else int(layer)
+            )
+    if match := _UNIT.fullmatch(word):
+        return UnitAction(UnitOp(match[1]), match[2])
+    if match := _SYNC.fullmatch(word):
+        return Sync(int(match[1]), int(match[2]))
+    raise ValueError(
+        f"not an action: {word!r}; expected a word such as 2F.attn.L3, 0B.post, 2SYNC.L3 "
+        "or UNSHARD.L3"
+    )

@@ -1,0 +1,139 @@
+"""From arguments, or from an order file, to a checked ``Plan``."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from ep_overlap.plan.action import Action, Compute, parse_action
+from ep_overlap.plan.check import PlanError, check, check_order
+from ep_overlap.plan.edges import waits
+from ep_overlap.plan.lower import Sharding, add_sharding, add_sync
+from ep_overlap.plan.order import ModelShape, OrderName, combined_1f1b, forward_only, serial
+from ep_overlap.plan.plan import Plan
+
+__all__ = ["Plan", "build_plan", "parse_words", "plan_from_words"]
+
+_COMMENT: Final = "#"
+
+
+def build_plan(
+    *,
+    shape: ModelShape,
+    num_microbatches: int,
+    order: OrderName = OrderName.PAIRED,
+    delay_wgrad: bool = False,
+    sharding: Sharding | None = None,
+    evaluate: bool = False,
+) -> Plan:
+    """Order the nodes, add syncs and unit actions, check the result.
+
+    With ``evaluate`` the plan is a forward pass of each microbatch; ``order`` and ``delay_wgrad``
+    then have no say.
+
+    Raises:
+        ValueError: no layers, no microbatches, or a budget below what the order needs.
+    """
+    name = "forward" if evaluate else str(order)
+    if evaluate:
+        nodes = forward_only(shape, num_microbatches)
+    elif order is OrderName.SERIAL:
+        nodes = serial(shape, num_microbatches, delay_wgrad=delay_wgrad)
+    else:
+        paired = order is OrderName.PAIRED
+        nodes = combined_1f1b(shape, num_microbatches, paired=paired, delay_wgrad=delay_wgrad)
+    bare = _bare_plan(
+        nodes, name=name, shape=shape, num_microbatches=num_microbatches, sharding=sharding
+    )
+    return _lower(bare)
+
+
+def plan_from_words(
+    text: str, *, shape: ModelShape, num_microbatches: int, sharding: Sharding | None = None
+) -> Plan:
+    """A plan whose order is written in an order file; the passes add the rest.
+
+    The file holds words of nodes, such as ``2F.attn.L3``, parted by any white space; ``#`` starts
+    a comment that ends with the line. ``Plan.order_text`` writes such a file.
+
+    Raises:
+        ValueError: a word is none, or no node's; the message names the line.
+        PlanError: the order does not hold; the message names the line and shows the grid.
+    """
+    words = _words_with_lines(text)
+    if not words:
+        raise ValueError("the order holds no words; expected words such as 0F.pre or 2F.attn.L3")
+    for action, line in words:
+        if not isinstance(action, Compute):
+            raise ValueError(
+                f"line {line}: {action} is no node's word; an order file holds nodes alone, such "
+                "as 2F.attn.L3, and gathers, reductions and syncs are added: leave it out"
+            )
+    bare = _bare_plan(
+        [action for action, _ in words],
+        name="own",
+        shape=shape,
+        num_microbatches=num_microbatches,
+        sharding=sharding,
+    )
+    try:
+        check_order(bare)
+    except PlanError as error:
+        line = words[error.step or 0][1]
+        raise PlanError(f"line {line}: {error}", step=error.step) from None
+    return _lower(bare)
+
+
+def parse_words(text: str) -> list[Action]:
+    """Read words of any kind; ``parse_words(plan.text()) == list(plan.actions)``.
+
+    Raises:
+        ValueError: a word is none; the message names the line.
+    """
+    return [action for action, _ in _words_with_lines(text)]
+
+
+def _words_with_lines(text: str) -> list[tuple[Action, int]]:
+    """Each word with the number of its line, from 1."""
+    words: list[tuple[Action, int]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        for word in line.partition(_COMMENT)[0].split():
+            try:
+                words.append((parse_action(word), number))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+    return words
+
+
+def _bare_plan(
+    nodes: Sequence[Action],
+    *,
+    name: str,
+    shape: ModelShape,
+    num_microbatches: int,
+    sharding: Sharding | None,
+) -> Plan:
+    """A plan of nodes alone, before the passes."""
+    return Plan(
+        shape=shape,
+        order=name,
+        num_microbatches=num_microbatches,
+        sharding=sharding,
+        actions=tuple(nodes),
+        waits=waits(nodes),
+    )
+
+
+def _lower(bare: Plan) -> Plan:
+    """Run the passes and check what comes out."""
+    actions = add_sync(bare.actions)
+    if bare.sharding is not None:
+        actions = add_sharding(actions, bare.sharding)
+    plan = Plan(
+        shape=bare.shape,
+        order=bare.order,
+        num_microbatches=bare.num_microbatches,
+        sharding=bare.sharding,
+        actions=tuple(actions),
+        waits=waits(actions),
+    )
+    check(plan)
+    return plan

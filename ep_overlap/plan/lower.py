@@ -1,0 +1,171 @@
+"""Passes that complete an order: actions in, actions out.
+
+``add_sync`` puts the host's waits for split sizes in; ``add_sharding`` puts gathers, releases and
+reductions in. Both only insert: the nodes keep their order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ep_overlap.plan.action import (
+    ROOT_UNIT,
+    Action,
+    Compute,
+    Node,
+    Phase,
+    Sync,
+    UnitAction,
+    UnitOp,
+)
+from ep_overlap.plan.residency import Window, default_budget, residency, split_groups
+from ep_overlap.plan.units import unit_given
+
+
+class Strategy(StrEnum):
+    """What is sharded, by Megatron's names (``--data-parallel-sharding-strategy``)."""
+
+    NO_SHARD = "no_shard"
+    OPTIM = "optim"
+    OPTIM_GRADS = "optim_grads"
+    OPTIM_GRADS_PARAMS = "optim_grads_params"
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether weights are gathered before use and released after."""
+        return self is Strategy.OPTIM_GRADS_PARAMS
+
+    @property
+    def shards_grads(self) -> bool:
+        """Whether a rank keeps only its shard of the gradients."""
+        return self in (Strategy.OPTIM_GRADS, Strategy.OPTIM_GRADS_PARAMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a plan's units are sharded.
+
+    Raises:
+        ValueError: ``max_unsharded_units`` is below 1.
+    """
+
+    strategy: Strategy
+    max_unsharded_units: int | None = None
+    """Budget of layer units gathered at once, where parameters are sharded; the root unit is
+    pinned and counted apart. None: this group's units and the next's
+    (``residency.default_budget``)."""
+    reduce_each_microbatch: bool | None = None
+    """None: every microbatch where gradients are sharded, else once a step."""
+
+    def __post_init__(self) -> None:
+        if self.max_unsharded_units is not None and self.max_unsharded_units < 1:
+            raise ValueError(
+                f"max_unsharded_units must be at least 1, got {self.max_unsharded_units}; "
+                "leave it out for the default"
+            )
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """``reduce_each_microbatch`` with its default filled in."""
+        if self.reduce_each_microbatch is not None:
+            return self.reduce_each_microbatch
+        return self.strategy.shards_grads
+
+    def budget(self, order: Sequence[Action]) -> int:
+        """How many layer units may be gathered at once in this order."""
+        if self.max_unsharded_units is not None:
+            return self.max_unsharded_units
+        return default_budget(split_groups(order))
+
+
+def add_sync(actions: Sequence[Action]) -> list[Action]:
+    """Make the host wait for the split sizes right before each forward dispatch, not earlier:
+    what was issued in between keeps the compute lane busy meanwhile."""
+    lowered: list[Action] = []
+    for action in actions:
+        if (
+            isinstance(action, Compute)
+            and (action.phase, action.node) == (Phase.FORWARD, Node.DISPATCH)
+            and action.layer is not None
+        ):
+            lowered.append(Sync(action.microbatch, action.layer))
+        lowered.append(action)
+    return lowered
+
+
+def add_sharding(actions: Sequence[Action], sharding: Sharding) -> list[Action]:
+    """Add the unit actions that the strategy asks for.
+
+    Raises:
+        ValueError: the budget is below what one group of the order needs.
+    """
+    lowered = add_reduce(actions, each_microbatch=sharding.reduces_each_microbatch)
+    if sharding.strategy.shards_params:
+        # After add_reduce, so that at one place gathers, which compute waits for, come first.
+        lowered = add_residency(lowered, budget=sharding.budget(actions))
+    return lowered
+
+
+def add_reduce(actions: Sequence[Action], *, each_microbatch: bool) -> list[Action]:
+    """Reduce each unit right after the last node that gives it gradients: of every microbatch,
+    or of the step."""
+    last: dict[tuple[str, int | None], int] = {}
+    for index, action in enumerate(actions):
+        unit = unit_given(action)
+        if unit is not None and isinstance(action, Compute):
+            last[unit, action.microbatch if each_microbatch else None] = index
+    unit_behind = {index: unit for (unit, _), index in last.items()}
+    lowered: list[Action] = []
+    for index, action in enumerate(actions):
+        lowered.append(action)
+        if index in unit_behind:
+            lowered.append(UnitAction(UnitOp.REDUCE, unit_behind[index]))
+    return lowered
+
+
+def add_residency(actions: Sequence[Action], *, budget: int) -> list[Action]:
+    """Gather every unit before its readers and release it after, with the fewest gathers.
+
+    Within the stays that ``residency`` chose, everything happens as early as it can: a release
+    right after the stay's last reader, a gather as soon as a slot is free, but no earlier than
+    the start of the group before its first reader.
+
+    Raises:
+        ValueError: the budget is below what one group of the order needs.
+    """
+    groups = split_groups(actions)
+    placer = _Placer(residency(groups, budget=budget), budget=budget)
+    groups_begun_behind = {group.last: index + 1 for index, group in enumerate(groups)}
+    lowered: list[Action] = [UnitAction(UnitOp.UNSHARD, ROOT_UNIT), *placer.gather(group=0)]
+    group = 0
+    for index, action in enumerate(actions):
+        lowered.append(action)
+        group = groups_begun_behind.get(index, group)
+        lowered += placer.release(reader=index)
+        lowered += placer.gather(group=group)
+    return [*lowered, UnitAction(UnitOp.RESHARD, ROOT_UNIT)]
+
+
+class _Placer:
+    """Issues the gathers and releases of a list of stays, never above the budget."""
+
+    def __init__(self, windows: Sequence[Window], *, budget: int) -> None:
+        self._waiting = list(reversed(windows))  # the next to gather last
+        self._leaving = {window.last_reader: window.unit for window in windows}
+        self._num_free = budget
+
+    def gather(self, *, group: int) -> list[Action]:
+        """Gather what this group and the next read, as far as slots are free."""
+        gathered: list[Action] = []
+        while self._waiting and self._num_free and self._waiting[-1].first_group <= group + 1:
+            gathered.append(UnitAction(UnitOp.UNSHARD, self._waiting.pop().unit))
+            self._num_free -= 1
+        return gathered
+
+    def release(self, *, reader: int) -> list[Action]:
+        """Release the unit whose stay ends with this reader, if any."""
+        unit = self._leaving.get(reader)
+        if unit is None:
+            return []
+        self._num_free += 1
+        return [UnitAction(UnitOp.RESHARD, unit)]

@@ -1,0 +1,256 @@
+"""The order in which a step issues its nodes: pure functions, arguments in, ``list[Compute]`` out.
+
+Three orders, and a forward pass alone:
+
+- ``serial``: one microbatch after the other; what the overlapped orders are compared with.
+- ``combined_1f1b(paired=False)``, *plain*: backward of one microbatch beside forward of the next,
+  so that each exchange runs under the other's compute. The first forward and the last backward
+  run alone.
+- ``combined_1f1b(paired=True)``, *paired*: the first two forwards and the last two backwards are
+  interleaved as well, for one more microbatch of activations.
+
+Source of the plain order: Megatron-LM's ``combined_1f1b`` schedule, with
+``TransformerLayerSchedulePlan.run`` (``megatron/core/models/common/model_chunk_schedule_plan.py``).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase, parse_action
+
+
+class OrderName(StrEnum):
+    """The built-in orders of a training step."""
+
+    SERIAL = "serial"
+    PLAIN = "plain"
+    PAIRED = "paired"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What an order needs to know of a model.
+
+    Raises:
+        ValueError: there is no layer.
+    """
+
+    layers: tuple[LayerKind, ...]
+    """The kind of each layer, first layer first."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("a model needs at least 1 layer, got 0; pass one LayerKind per layer")
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+
+type _Template = tuple[Compute, ...]
+
+
+def _template(words: str) -> _Template:
+    """A step of the schedule, in the words of an order.
+
+    The numbers are places to fill in: microbatch 1 is "the second of the microbatches given",
+    L1 "the second of the layers given".
+    """
+    actions = [parse_action(word) for word in words.split()]
+    return tuple(action for action in actions if isinstance(action, Compute))
+
+
+_ONE_FORWARD: Final = _template("0F.attn.L0 0F.dispatch.L0 0F.mlp.L0 0F.combine.L0")
+
+_SERIAL_BACKWARD: Final = _template(
+    "0B.combine.L0 0B.mlp.L0 0W.mlp.L0 0B.dispatch.L0 0B.attn.L0 0W.attn.L0"
+)
+
+# L1 is the layer below L0. mlp.W hides dispatch.B, attn.W hides the combine.B of the layer below.
+_ONE_BACKWARD: Final = _template(
+    "0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0  0B.attn.L0 0B.combine.L1 0W.attn.L0"
+)
+
+# Backward of microbatch 0 in layer L0 beside forward of microbatch 1 in layer L1. dispatch.F comes
+# after mlp.B because the host waits for the split sizes right before it: the compute lane must
+# have work by then.
+_STEADY: Final = _template(
+    "0B.combine.L0 1F.attn.L1"
+    " 0B.mlp.L0 1F.dispatch.L1 0W.mlp.L0 0B.dispatch.L0"
+    " 1F.mlp.L1 1F.combine.L1"
+    " 0B.attn.L0 0W.attn.L0"
+)
+
+# Half a layer apart. Each dispatch is issued one compute node after the attn that feeds it, for
+# the reason given above; lane by lane the order is the same as right after it.
+_TWO_FORWARDS: Final = _template(
+    "0F.attn.L0 1F.attn.L0 0F.dispatch.L0 0F.mlp.L0 1F.dispatch.L0 0F.combine.L0"
+    " 1F.mlp.L0 1F.combine.L0"
+)
+
+# Backward waits for no sizes, so each exchange is issued right after what feeds it.
+_TWO_BACKWARDS: Final = _template(
+    "0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0  1B.mlp.L0 1B.dispatch.L0 1W.mlp.L0"
+    " 0B.attn.L0 0B.combine.L1 0W.attn.L0  1B.attn.L0 1B.combine.L1 1W.attn.L0"
+)
+
+
+def serial(shape: ModelShape, num_microbatches: int, *, delay_wgrad: bool = False) -> list[Compute]:
+    """Each microbatch's whole forward, then its whole backward; W right after its B."""
+    _require_microbatches(num_microbatches)
+    writer = _Writer(shape=shape, delay_wgrad=delay_wgrad)
+    order: list[Compute] = []
+    for microbatch in range(num_microbatches):
+        order += writer.forward(microbatch)
+        order.append(_post(microbatch, Phase.BACKWARD))
+        for layer in reversed(range(shape.num_layers)):
+            order += writer.fill(_SERIAL_BACKWARD, (microbatch,), (layer,))
+        order.append(_pre(microbatch, Phase.BACKWARD))
+    return order
+
+
+def combined_1f1b(
+    shape: ModelShape, num_microbatches: int, *, paired: bool, delay_wgrad: bool = False
+) -> list[Compute]:
+    """Backward of one microbatch beside forward of a later one (this module's docstring).
+
+    Paired needs two microbatches; with one it is the plain order, which then is the serial one
+    but for the place of delayed W nodes.
+    """
+    _require_microbatches(num_microbatches)
+    writer = _Writer(shape=shape, delay_wgrad=delay_wgrad)
+    if paired and num_microbatches > 1:
+        return _paired(writer, num_microbatches)
+    return _plain(writer, num_microbatches)
+
+
+def forward_only(shape: ModelShape, num_microbatches: int) -> list[Compute]:
+    """Each microbatch's forward, one after the other: evaluation."""
+    _require_microbatches(num_microbatches)
+    writer = _Writer(shape=shape, delay_wgrad=False)
+    return [node for microbatch in range(num_microbatches) for node in writer.forward(microbatch)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Writer:
+    """Writes the pieces that the orders are made of."""
+
+    shape: ModelShape
+    delay_wgrad: bool
+
+    def fill(
+        self, template: _Template, microbatches: tuple[int, ...], layers: tuple[int, ...]
+    ) -> list[Compute]:
+        """Fill a template in, less what a layer's kind lacks and layers below the first."""
+        filled: list[Compute] = []
+        for place in template:
+            assert place.layer is not None, "templates hold nodes of layers"
+            layer = layers[place.layer]
+            wanted = self.delay_wgrad or place.phase is not Phase.WGRAD
+            if wanted and layer >= 0 and place.node in NODES_OF[self.shape.layers[layer]]:
+                filled.append(
+                    Compute(microbatches[place.microbatch], place.phase, place.node, layer)
+                )
+        return filled
+
+    def forward(self, microbatch: int) -> list[Compute]:
+        order = [_pre(microbatch, Phase.FORWARD)]
+        for layer in range(self.shape.num_layers):
+            order += self.fill(_ONE_FORWARD, (microbatch,), (layer,))
+        return [*order, _post(microbatch, Phase.FORWARD)]
+
+    def backward(self, microbatch: int) -> list[Compute]:
+        order = [_post(microbatch, Phase.BACKWARD), *self.last_combine(microbatch)]
+        for layer in reversed(range(self.shape.num_layers)):
+            order += self.fill(_ONE_BACKWARD, (microbatch,), (layer, layer - 1))
+        return [*order, _pre(microbatch, Phase.BACKWARD)]
+
+    def last_combine(self, microbatch: int) -> list[Compute]:
+        """The first exchange of a backward: combine of the last layer, if that is MoE."""
+        last = self.shape.num_layers - 1
+        return self.fill(_template("0B.combine.L0"), (microbatch,), (last,))
+
+    def steady(self, *, backward: int, forward: int) -> list[Compute]:
+        """All layers of one microbatch's backward beside those of another's forward."""
+        last = self.shape.num_layers - 1
+        order: list[Compute] = []
+        for layer in range(self.shape.num_layers):
+            order += self.fill(_STEADY, (backward, forward), (last - layer, layer))
+        return order
+
+
+def _plain(writer: _Writer, num_microbatches: int) -> list[Compute]:
+    order = writer.forward(0)
+    for backward in range(num_microbatches - 1):
+        forward = backward + 1
+        order += [_pre(forward, Phase.FORWARD), _post(backward, Phase.BACKWARD)]
+        order += writer.steady(backward=backward, forward=forward)
+        # post.F waits for the last combine.F, which attn.B, attn.W and pre.B hide.
+        order += [_pre(backward, Phase.BACKWARD), _post(forward, Phase.FORWARD)]
+    return order + writer.backward(num_microbatches - 1)
+
+
+def _paired(writer: _Writer, num_microbatches: int) -> list[Compute]:
+    order = _two_forwards(writer)
+    for backward in range(num_microbatches - 2):
+        forward = backward + 2
+        layers = writer.steady(backward=backward, forward=forward)
+        start = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, 0))
+        # The previous forward's post is needed only by the next pair. Behind this pair's post.B
+        # and first combine.B, its wait for the last combine.F is hidden.
+        order += [
+            _post(backward, Phase.BACKWARD),
+            *layers[:start],
+            _post(forward - 1, Phase.FORWARD),
+            _pre(forward, Phase.FORWARD),
+            *layers[start:],
+            _pre(backward, Phase.BACKWARD),
+        ]
+    return order + _two_backwards(writer, num_microbatches - 2)
+
+
+def _two_forwards(writer: _Writer) -> list[Compute]:
+    """Forward of microbatches 0 and 1, without 1's post (see ``_paired``)."""
+    order = [_pre(0, Phase.FORWARD), _pre(1, Phase.FORWARD)]
+    for layer in range(writer.shape.num_layers):
+        order += writer.fill(_TWO_FORWARDS, (0, 1), (layer,))
+    return [*order, _post(0, Phase.FORWARD)]
+
+
+def _two_backwards(writer: _Writer, first: int) -> list[Compute]:
+    """Backward of microbatches ``first`` and ``first + 1``, with the latter's late post.F."""
+    second = first + 1
+    order = [
+        _post(first, Phase.BACKWARD),
+        *writer.last_combine(first),
+        _post(second, Phase.FORWARD),
+        _post(second, Phase.BACKWARD),
+        *writer.last_combine(second),
+    ]
+    for layer in reversed(range(writer.shape.num_layers)):
+        order += writer.fill(_TWO_BACKWARDS, (first, second), (layer, layer - 1))
+    return [*order, _pre(first, Phase.BACKWARD), _pre(second, Phase.BACKWARD)]
+
+
+def computes_of(actions: Iterable[object]) -> list[Compute]:
+    """The nodes among the actions, in issue order."""
+    return [action for action in actions if isinstance(action, Compute)]
+
+
+def _pre(microbatch: int, phase: Phase) -> Compute:
+    return Compute(microbatch, phase, Node.PRE)
+
+
+def _post(microbatch: int, phase: Phase) -> Compute:
+    return Compute(microbatch, phase, Node.POST)
+
+
+def _require_microbatches(num_microbatches: int) -> None:
+    if num_microbatches < 1:
+        raise ValueError(
+            f"a step needs at least 1 microbatch, got {num_microbatches}; "
+            "set num_microbatches to 1 or more"
+        )

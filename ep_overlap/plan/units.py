@@ -1,0 +1,81 @@
+"""Which nodes read a unit's weights, and which give it gradients.
+
+One unit per layer, ``L0``, ``L1``, ..., and ``root`` for what ``pre`` and ``post`` use.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ep_overlap.plan.action import ROOT_UNIT, Action, Compute, Node, Phase, UnitAction, UnitOp
+
+_WITH_WEIGHTS: Final = frozenset({Node.PRE, Node.ATTN, Node.MLP, Node.POST})
+_READING: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
+_GIVING: Final = frozenset({Phase.BACKWARD, Phase.WGRAD})
+
+
+def unit_of(compute: Compute) -> str:
+    """The unit that a node's layer belongs to."""
+    return ROOT_UNIT if compute.layer is None else f"L{compute.layer}"
+
+
+def unit_read(action: Action) -> str | None:
+    """The unit whose weights the action reads.
+
+    W nodes read activations and output gradients, never weights: a release does not wait for them.
+    """
+    if isinstance(action, Compute) and action.node in _WITH_WEIGHTS and action.phase in _READING:
+        return unit_of(action)
+    return None
+
+
+def unit_given(action: Action) -> str | None:
+    """The unit that the action may give gradients to.
+
+    With delayed W nodes, B nodes still give those of norms and biases: both count.
+    """
+    if isinstance(action, Compute) and action.node in _WITH_WEIGHTS and action.phase in _GIVING:
+        return unit_of(action)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """One REDUCE of the list, and what it reduces. All numbers are indices of actions."""
+
+    reduce: int
+    unit: str
+    microbatches: tuple[int, ...]
+    """One, or all of the step when the unit reduces once a step."""
+    contributions: tuple[int, ...]
+
+
+def reductions(actions: Sequence[Action]) -> list[Reduction]:
+    """What each REDUCE reduces, in issue order.
+
+    A unit that has one REDUCE in the step reduces all microbatches at once. Otherwise the n-th
+    REDUCE belongs to the microbatch whose last contribution is the n-th to come. Two microbatches
+    may contribute in turn (the paired order's last two backwards), each to a buffer of its own.
+    """
+    given: dict[str, dict[int, list[int]]] = {}
+    reduces: dict[str, list[int]] = {}
+    for index, action in enumerate(actions):
+        unit = unit_given(action)
+        if unit is not None and isinstance(action, Compute):
+            given.setdefault(unit, {}).setdefault(action.microbatch, []).append(index)
+        elif isinstance(action, UnitAction) and action.op is UnitOp.REDUCE:
+            reduces.setdefault(action.unit, []).append(index)
+    found: list[Reduction] = []
+    for unit, places in reduces.items():
+        by_microbatch = sorted(given.get(unit, {}).items(), key=lambda item: item[1][-1])
+        shares = [by_microbatch] if len(places) == 1 else [[item] for item in by_microbatch]
+        for place, share in zip(places, shares, strict=False):  # check.py counts them
+            found.append(
+                Reduction(
+                    reduce=place,
+                    unit=unit,
+                    microbatches=tuple(microbatch for microbatch, _ in share),
+                    contributions=tuple(index for _, indices in share for index in indices),
+                )
+            )
+    return sorted(found, key=lambda reduction: reduction.reduce)

@@ -1,0 +1,1 @@
+"""What people look at: the timeline picture, the bench table, the doctor's list."""

@@ -1,0 +1,130 @@
+"""What a model gives the schedule: its layers, cut into parts, with a typed value at each cut.
+
+::
+
+    pre --h--> [ attn --Tokens--> dispatch --Tokens--> mlp --t--> combine ]--t--> finish --h--> ...
+                   \\_______________________ Carry ______________________________/
+
+``finish`` (postprocess, residual, dropout) is the first thing that the *next* layer's ``attn``, or
+``post``, does: so it runs on the compute lane, and the exchange lane carries exchanges only.
+
+Shape letters: S sequence, B batch, H hidden, T tokens (S * B * top-k before dispatch; what this
+rank's experts received after it).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ep_overlap.plan.action import LayerKind, Node
+
+
+class Tokens(NamedTuple):
+    """Routed tokens: the hand-off from attn to dispatch, and from dispatch to mlp."""
+
+    tokens: Tensor
+    """``[T, H]``"""
+    probs: Tensor
+    """``[T]``: the router's weight of each token."""
+
+
+class Carry(NamedTuple):
+    """What attn hands past the exchange, to ``finish``."""
+
+    residual: Tensor
+    """``[S, B, H]``"""
+    shared: Tensor | None
+    """``[S, B, H]``: the shared experts' output, for layers that have some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective that a node's forward issues; its backward issues as many on the same group."""
+
+    group: ProcessGroup
+    op: str
+    """torch.distributed's name: ``all_to_all_single``, ``all_gather_into_tensor``, ..."""
+
+
+class LayerParts(Protocol):
+    """What dense and MoE layers share."""
+
+    @property
+    def kind(self) -> LayerKind:
+        """``MOE``: the layer is a ``MoELayerParts``; ``DENSE``: a ``DenseLayerParts``."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The layer itself; its parameters are those that the parts read."""
+        ...
+
+    def collectives(self, node: Node) -> Sequence[Collective]:
+        """The collectives of ``node``'s forward, in issue order."""
+        ...
+
+
+class MoELayerParts[StateT](LayerParts, Protocol):
+    """A layer with experts. ``state`` is the microbatch's own (see ``ModelParts.begin``)."""
+
+    def attn(self, state: StateT, hidden: Tensor) -> tuple[Tokens, Carry]:
+        """Attention, norm, router, gather of token counts, permute. ``hidden``: ``[S, B, H]``."""
+        ...
+
+    def dispatch(self, state: StateT, tokens: Tokens) -> Tokens:
+        """The exchange that brings tokens to their experts, and nothing else."""
+        ...
+
+    def mlp(self, state: StateT, tokens: Tokens) -> Tensor:
+        """Sort by expert, run the experts, unsort. Returns ``[T, H]``."""
+        ...
+
+    def combine(self, state: StateT, tokens: Tensor) -> Tensor:
+        """The exchange that brings tokens home, and nothing else. Returns ``[T, H]``."""
+        ...
+
+    def finish(self, state: StateT, combined: Tensor, carry: Carry) -> Tensor:
+        """Unpermute, shared experts' sum, residual. Returns ``[S, B, H]``."""
+        ...
+
+
+class DenseLayerParts[StateT](LayerParts, Protocol):
+    """A layer without experts."""
+
+    def attn(self, state: StateT, hidden: Tensor) -> Tensor: ...
+
+    def mlp(self, state: StateT, hidden: Tensor) -> Tensor: ...
+
+
+class ModelParts[BatchT, StateT](Protocol):
+    """A model as the schedule sees it."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The whole model; where sharding and ``no_sync`` are looked for."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[MoELayerParts[StateT] | DenseLayerParts[StateT]]: ...
+
+    def begin(self, batch: BatchT) -> StateT:
+        """State of one microbatch in flight: inputs, and what routing keeps between nodes.
+
+        Several are alive at once; nothing that a microbatch changes may be shared between two.
+        """
+        ...
+
+    def pre(self, state: StateT) -> Tensor:
+        """Embedding. Returns ``[S, B, H]``."""
+        ...
+
+    def post(self, state: StateT, hidden: Tensor) -> Tensor:
+        """Final norm and output layer (and the loss, where the model computes it)."""
+        ...
+
+    def forward(self, batch: BatchT) -> Tensor:
+        """The module's own ``forward()``: what the schedule's results are compared with."""
+        ...

@@ -1,0 +1,75 @@
+"""One flat storage: allocated and freed by resizing, seen through views that stay.
+
+Tensors that autograd saved point into the storage. Release therefore resizes it to zero and
+gathering resizes it back: the storage object, and with it every view, survives. The idea is that
+of FSDP1's ``FlatParamHandle`` and FSDP2's ``alloc_storage``.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.layout import Layout, ParamExtent
+
+
+@final
+class FlatBuffer:
+    """A flat tensor of ``layout.numel`` elements, and views of its parameters.
+
+    Args:
+        layout: where the parameters lie.
+        dtype: of all of them.
+        device: where the storage is.
+    """
+
+    def __init__(self, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self._flat = torch.empty(layout.numel, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when allocated."""
+        return self._flat.numel() * self._flat.element_size()
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._flat.numel() == 0 or self._flat.untyped_storage().size() > 0
+
+    @property
+    def flat(self) -> Tensor:
+        assert self.is_allocated, "the flat storage is read while it is released"
+        return self._flat
+
+    def allocate(self) -> None:
+        if not self.is_allocated:
+            self._flat.untyped_storage().resize_(self.nbytes)
+
+    def free(self) -> None:
+        self._flat.untyped_storage().resize_(0)
+
+    def param_view(self, extent: ParamExtent) -> Tensor:
+        """The parameter's elements, in its shape.
+
+        A view of ``.data``: it has a version counter of its own, so a gather, which writes the
+        same values again, does not look to autograd like a change of a saved tensor.
+        """
+        return self._flat.data[extent.start : extent.stop].view(extent.shape)
+
+    def rows_view(self, extent: ParamExtent, rank: int) -> Tensor:
+        """The rows of the parameter that ``rank`` owns; possibly none."""
+        return rows_of(self._flat, self.layout, extent, rank, offset=0)
+
+
+def rows_of(flat: Tensor, layout: Layout, extent: ParamExtent, rank: int, *, offset: int) -> Tensor:
+    """Rank's rows of a parameter, as a view of ``flat``, which starts at ``offset`` of the layout.
+
+    Returns:
+        ``[rows, *shape[1:]]``; for a scalar parameter ``[1]`` or ``[0]``.
+    """
+    first, last = extent.rows_within(*layout.shard_range(rank))
+    start = extent.start + first * extent.row_numel - offset
+    numel = (last - first) * extent.row_numel
+    if not extent.shape:
+        return flat.data[start : start + numel]
+    return flat.data[start : start + numel].view(last - first, *extent.shape[1:])

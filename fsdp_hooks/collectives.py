@@ -1,0 +1,68 @@
+"""The only caller of parameter and gradient collectives; swappable.
+
+A communicator belongs to one lane: two collectives on one communicator run in the order in which
+the host launches them, whatever their streams, so gathers and reductions have one each.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+NewGroup = Callable[[Sequence[int], str], ProcessGroup]
+"""``(global ranks, name) -> group``. Called by the members only."""
+
+
+class Communicator(Protocol):
+    """What the sharding core asks of a group of ranks. Calls return when the result is there
+    (CPU), or when it is enqueued on the current stream (CUDA)."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> None:
+        """``output[num_ranks * n]`` from every rank's ``shard[n]``."""
+        ...
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
+        """``output[n]``: this rank's shard of the sum over ranks of ``whole[num_ranks * n]``."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place."""
+        ...
+
+
+@final
+class GroupCommunicator:
+    """A communicator over a torch process group (gloo, NCCL, or a ``LinkGroup``)."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.size()
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> None:
+        dist.all_gather_into_tensor(output, shard, group=self._group)
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
+        dist.reduce_scatter_tensor(output, whole, group=self._group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
+
+
+def new_torch_group(ranks: Sequence[int], name: str) -> ProcessGroup:
+    """A plain process group of the world's default backend."""
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)

@@ -1,0 +1,212 @@
+"""The entry point: ``fully_shard(module)``, applied bottom-up, like FSDP2's.
+
+::
+
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)           # the root: what no inner unit owns
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()))
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_hooks.context import Runtime, ShardContext
+from fsdp_hooks.hooks import ModuleHooks
+from fsdp_hooks.lifecycle import ShardedModule
+from fsdp_hooks.param_group import ParamGroup, ParamSlot
+from fsdp_hooks.placement import Placement, Placements, placements_of
+from fsdp_hooks.root import FsdpRoot
+from fsdp_hooks.unit import FsdpUnit
+
+MeshOf = Callable[[str, nn.Parameter], DeviceMesh]
+"""Parameter name (from the sharded module) and parameter -> its mesh: dense or expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """What ``fully_shard`` was asked for, until the root puts the pieces together."""
+
+    strategy: str
+    groups: tuple[ParamGroup, ...]
+    grad_divisor: int | None
+    runtime: Runtime | None
+
+
+@final
+@dataclass(kw_only=True)
+class _Membership:
+    """A sharded module's recipe, and the root that it turned out to belong to."""
+
+    recipe: _Recipe
+    root: FsdpRoot | None = None
+    hooks: ModuleHooks | None = None
+
+
+class _Sharded(ShardedModule):
+    """Mixed into the class of a sharded module."""
+
+    _fsdp: _Membership
+
+    @property
+    def lifecycle(self) -> FsdpRoot:
+        if self._fsdp.root is None:
+            _build_root(self)
+        assert self._fsdp.root is not None
+        return self._fsdp.root
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if self._fsdp.root is None:  # first use: whoever is called first is the root
+            _build_root(self)
+        return super().__call__(*args, **kwargs)
+
+
+def fully_shard[ModuleT: nn.Module](
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | MeshOf,
+    strategy: str = "optim_grads_params",
+    grad_divisor: int | None = None,
+    runtime: Runtime | None = None,
+) -> ModuleT:
+    """Make ``module`` a unit: its parameters, less those of inner units, are sharded together.
+
+    The module is changed in place: its class becomes a subclass of its own class and of
+    ``ShardedModule``, and its parameters become DTensors with the original names and global
+    shapes. Build optimizers afterwards.
+
+    Args:
+        module: applied bottom-up; the last call, on the outermost module, makes the root.
+        mesh: one-dimensional data-parallel mesh, or a function of name and parameter for models
+            whose experts live on another mesh than the rest.
+        strategy: Megatron's ``--data-parallel-sharding-strategy``.
+        grad_divisor: gradients are summed over ranks and divided by this; default: the size of
+            the root's largest mesh, which is right for dense and expert gradients alike (experts
+            see the tokens of all expert-parallel ranks).
+        runtime: streams and process groups; for the root only.
+
+    Raises:
+        ValueError: the strategy is unknown or not built, a module is sharded twice, the mesh has
+            more than one dimension, a scalar parameter, or a parameter shared with another unit.
+    """
+    placements = placements_of(strategy)
+    if isinstance(module, ShardedModule):
+        raise ValueError(f"{_title(module)} is sharded already; call fully_shard once a module")
+    slots = _own_parameters(module)
+    groups: list[ParamGroup] = []
+    for (group_mesh, _, _), members in _grouped(slots, mesh).items():
+        _check_mesh(group_mesh)
+        groups.append(_make_group(module, members, group_mesh, placements))
+    for group in groups:
+        group.install(group.sharded_params)
+    cls = type(module)
+    module.__class__ = type(f"Sharded{cls.__name__}", (_Sharded, cls), {})
+    recipe = _Recipe(
+        strategy=strategy, groups=tuple(groups), grad_divisor=grad_divisor, runtime=runtime
+    )
+    cast(_Sharded, module)._fsdp = _Membership(recipe=recipe)
+    return module
+
+
+def _make_group(
+    module: nn.Module, slots: Sequence[ParamSlot], mesh: DeviceMesh, placements: Placements
+) -> ParamGroup:
+    return ParamGroup(
+        slots,
+        unit_name=_title(module),
+        mesh=mesh,
+        placements=placements.on_group_of(mesh.size()),
+        # By Megatron's custom: with whole gradients on every rank, once a step is enough.
+        reduces_each_microbatch=placements.grad is Placement.SHARD,
+    )
+
+
+def _own_parameters(module: nn.Module) -> list[ParamSlot]:
+    """Parameters that no inner unit owns, each with all its holders, in registration order."""
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for prefix, child in _outside_of_units(module, ""):
+        for attribute, param in child.named_parameters(recurse=False):
+            holders.setdefault(param, []).append((child, attribute))
+            names.setdefault(param, f"{prefix}{attribute}")
+    for param, name in names.items():
+        if param.dim() == 0:
+            raise ValueError(
+                f"parameter {name} of {_title(module)} is a scalar; expected at least one "
+                "dimension. Make it a vector of one element"
+            )
+    return [
+        ParamSlot(name=names[param], param=param, owners=tuple(owners))
+        for param, owners in holders.items()
+    ]
+
+
+def _outside_of_units(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    found = [(prefix, module)]
+    for name, child in module.named_children():
+        if not isinstance(child, ShardedModule):
+            found += _outside_of_units(child, f"{prefix}{name}.")
+    return found
+
+
+def _grouped(
+    slots: Sequence[ParamSlot], mesh: DeviceMesh | MeshOf
+) -> dict[tuple[DeviceMesh, torch.dtype, bool], list[ParamSlot]]:
+    groups: dict[tuple[DeviceMesh, torch.dtype, bool], list[ParamSlot]] = {}
+    for slot in slots:
+        own = mesh if isinstance(mesh, DeviceMesh) else mesh(slot.name, slot.param)
+        groups.setdefault((own, slot.param.dtype, slot.param.requires_grad), []).append(slot)
+    return groups
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions; expected 1 (hybrid sharding is not built yet)"
+        )
+
+
+def _title(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _build_root(module: _Sharded) -> None:
+    """Join all units below ``module`` under one context."""
+    members = [m for m in module.modules() if isinstance(m, _Sharded)]
+    for member in members:
+        if member._fsdp.root is not None:
+            raise ValueError(
+                f"{_title(member)} already belongs to another root; call fully_shard on the "
+                "outermost module, and use that module first"
+            )
+    recipe = module._fsdp.recipe
+    groups = [group for member in members for group in member._fsdp.recipe.groups]
+    if not groups:
+        raise ValueError(f"{_title(module)} has no parameters to shard")
+    context = ShardContext(
+        meshes=[group.mesh for group in groups],
+        device=groups[0].compute_params[0].device,
+        grad_divisor=recipe.grad_divisor or max(group.mesh.size() for group in groups),
+        runtime=recipe.runtime or Runtime(),
+    )
+    names = {m: name for name, m in module.named_modules()}
+    units = [
+        FsdpUnit(
+            name="root" if member is module else names[member],
+            module=member,
+            groups=member._fsdp.recipe.groups,
+            context=context,
+        )
+        for member in members
+    ]
+    root = FsdpRoot(
+        strategy=recipe.strategy, units=units[1:], root_unit=units[0], context=context
+    )
+    for member in members:
+        member._fsdp.root = root
+    module._fsdp.hooks = ModuleHooks(root)

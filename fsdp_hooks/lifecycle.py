@@ -1,0 +1,218 @@
+"""The life cycle of a sharded module: who may call what, when; and the null object.
+
+Two drivers call the same methods. Module hooks (``hooks.py``, the standard path) and a schedule
+differ only in timing:
+
+=======================  =====================================  ==================================
+handle                   standard path                          schedule
+=======================  =====================================  ==================================
+``root.begin``           the root's forward pre-hook            once, before the first action
+``unit.unshard``         the unit's forward pre-hook, and the   ``UNSHARD.unit``, ahead of use
+                         hook on its output's gradient
+``unit.ensure``          fine-grained pre-hooks on every sub-   the same hooks, and before each
+                         module that owns parameters            node: the safety net
+``unit.reshard``         the unit's forward hook, and once its  ``RESHARD.unit``
+                         gradients are done
+``root.pre_backward``    the first hook on an output's          before each node's backward
+                         gradient
+``unit.accumulate``      ``register_post_accumulate_grad_hook`` the same
+``unit.seal``            when the unit's gradients are done     after the unit's last node of a
+                                                                microbatch
+``unit.reduce``          right after ``seal``                   ``REDUCE.unit``
+``root.end``             autograd's end-of-backward callback    after the last action
+=======================  =====================================  ==================================
+
+A unit has two states. The *issued* state is moved by the host when it issues, and checked for
+legal moves. The *stream* state is moved by the queued work itself; what runs inside a node reads
+only that one. On CUDA both coincide on the host.
+
+The handles are those of Megatron-FSDP (M-LM pull request 3797), as methods with generic names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol, final
+
+from torch import nn
+
+from fsdp_hooks.streams import Event, Stream, completed
+
+
+class UnitState(Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "sharded"
+    """Each rank holds its shard. At rest the module holds DTensors; within a step, placeholders
+    that raise when they are read. No unsharded storage."""
+    UNSHARDED = "unsharded"
+    """The module holds compute parameters, views of the unit's unsharded storage, which the AG
+    lane filled. In the issued sense: a gather has been issued and no release since."""
+
+
+LEGAL_MOVES: Final[Mapping[UnitState, frozenset[UnitState]]] = {
+    UnitState.SHARDED: frozenset({UnitState.UNSHARDED}),
+    UnitState.UNSHARDED: frozenset({UnitState.SHARDED}),
+}
+
+
+class Driver(Enum):
+    """Who calls the handles."""
+
+    REST = "rest"
+    """Nobody: between steps. The module holds its sharded parameters."""
+    HOOKS = "hooks"
+    """Module hooks: the standard path."""
+    SCHEDULE = "schedule"
+    """A schedule. Unit-level module hooks stand aside; the safety net stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingStats:
+    """Counters since the root was built."""
+
+    num_all_gathers: int = 0
+    num_reduce_scatters: int = 0
+    num_all_reduces: int = 0
+    hook_misses: int = 0
+    """Gathers that the safety net had to do because no plan and no hook had."""
+    unsharded_bytes: int = 0
+    """Unsharded storage alive now, of units that release theirs."""
+    peak_unsharded_bytes: int = 0
+
+
+class UnitLifecycle(Protocol):
+    """One unit: the parameters that are gathered, released and reduced together."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state(self) -> UnitState:
+        """The issued state."""
+        ...
+
+    @property
+    def releases(self) -> bool:
+        """Whether a reshard frees memory; False where parameters stay resident."""
+        ...
+
+    def unshard(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
+        """Issue the gather on the AG lane. Idempotent: a second call returns the same event.
+
+        ``word``: what a trace calls it; default: ``UNSHARD.`` and the unit's name.
+        """
+        ...
+
+    def reshard(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
+        """Issue the release on the AG lane; ``after``: the unit's last readers.
+
+        Raises:
+            RuntimeError: the unit is not unsharded.
+        """
+        ...
+
+    def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
+        """Issue the reduction of the oldest sealed gradients on the RS lane."""
+        ...
+
+    def ensure(self) -> None:
+        """The safety net, in stream time: gather here and now if nobody has. A counted miss."""
+        ...
+
+    def seal(self, microbatch: int, *, is_last: bool) -> None:
+        """In stream time: this microbatch's contributions are complete; hand them to ``reduce``."""
+        ...
+
+
+class RootLifecycle(Protocol):
+    """A whole module: its units, and the beginning and end of a step."""
+
+    @property
+    def strategy(self) -> str | None:
+        """``data_parallel_sharding_strategy`` by Megatron's name; None without sharding."""
+        ...
+
+    @property
+    def stats(self) -> ShardingStats: ...
+
+    @property
+    def streams(self) -> Sequence[Stream]:
+        """The lanes that are the sharding's own."""
+        ...
+
+    @property
+    def root_unit(self) -> UnitLifecycle | None:
+        """The unit of the parameters that no inner unit owns."""
+        ...
+
+    def unit_of(self, module: nn.Module) -> UnitLifecycle | None:
+        """The unit that ``module`` itself was sharded as."""
+        ...
+
+    def begin(self, driver: Driver) -> None:
+        """Swap: compute parameters onto the modules in place of the sharded ones.
+
+        Raises:
+            RuntimeError: another driver is at work.
+        """
+        ...
+
+    def pre_backward(self, microbatch: int) -> None:
+        """In stream time: the contributions that follow belong to this microbatch."""
+        ...
+
+    def end(self) -> None:
+        """Wait for every reduction, publish ``.grad``, put the sharded parameters back."""
+        ...
+
+    def abort(self) -> None:
+        """After a failure, with drained streams: drop gradients of this step, release all."""
+        ...
+
+
+class ShardedModule(nn.Module):
+    """What ``fully_shard`` makes of a module's class. ``isinstance`` tells; nothing is probed."""
+
+    @property
+    def lifecycle(self) -> RootLifecycle:
+        """The root that this module belongs to, built at first use with this module as root."""
+        raise NotImplementedError  # abstract: fully_shard.py's class has it
+
+
+def lifecycle_of(module: nn.Module) -> RootLifecycle:
+    """The life cycle of ``module``; ``NoSharding`` for a module that nobody sharded."""
+    return module.lifecycle if isinstance(module, ShardedModule) else NoSharding(module)
+
+
+@final
+class NoSharding:
+    """The null object: parameters are always there, gradients stay where autograd puts them."""
+
+    strategy: None = None
+    root_unit: None = None
+    streams: Sequence[Stream] = ()
+    stats: ShardingStats = ShardingStats()
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def unit_of(self, module: nn.Module) -> None:
+        return None
+
+    def begin(self, driver: Driver) -> None:
+        return None
+
+    def pre_backward(self, microbatch: int) -> None:
+        return None
+
+    def end(self) -> None:
+        return None
+
+    def abort(self) -> None:
+        """Drop the gradients of the step that failed."""
+        self._module.zero_grad(set_to_none=True)
+
+
+NOTHING_DONE: Final = completed()
+"""The event of a handle that had nothing to issue."""

@@ -1,0 +1,99 @@
+"""The root: all units of a module, and the beginning and end of a step."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from torch import nn
+
+from fsdp_hooks.context import ShardContext
+from fsdp_hooks.lifecycle import Driver, ShardingStats, UnitState
+from fsdp_hooks.streams import Stream
+from fsdp_hooks.unit import FsdpUnit
+
+
+@final
+class FsdpRoot:
+    """Implements ``RootLifecycle``.
+
+    Args:
+        units: inner units in registration order.
+        root_unit: of the parameters that no inner unit owns; None if there are none.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str,
+        units: Sequence[FsdpUnit],
+        root_unit: FsdpUnit | None,
+        context: ShardContext,
+    ) -> None:
+        self.strategy = strategy
+        self.root_unit = root_unit
+        self.inner_units = tuple(units)
+        self.context = context
+        self._by_module: Mapping[nn.Module, FsdpUnit] = {unit.module: unit for unit in self.units}
+
+    @property
+    def units(self) -> tuple[FsdpUnit, ...]:
+        return self.inner_units if self.root_unit is None else (self.root_unit, *self.inner_units)
+
+    @property
+    def stats(self) -> ShardingStats:
+        return self.context.counters.read()
+
+    @property
+    def streams(self) -> Sequence[Stream]:
+        return (self.context.ag, self.context.rs)
+
+    def unit_of(self, module: nn.Module) -> FsdpUnit | None:
+        return self._by_module.get(module)
+
+    def begin(self, driver: Driver) -> None:
+        """Swap compute parameters (or placeholders, where they must be gathered) onto the modules.
+
+        Raises:
+            RuntimeError: a step is under way already.
+        """
+        if self.context.driver is not Driver.REST:
+            raise RuntimeError(
+                f"begin({driver.value}) while {self.context.driver.value} drives the step; "
+                "expected it at rest. Finish the backward of the step under way, or call abort()"
+            )
+        self.context.driver = driver
+        for unit in self.units:
+            unit.swap_in()
+
+    def pre_backward(self, microbatch: int) -> None:
+        self.context.microbatch = microbatch
+
+    def end(self) -> None:
+        """Release what is still gathered, wait for every reduction, publish gradients, swap back.
+
+        On CUDA this orders streams and does not block the host.
+
+        Raises:
+            BaseException: what a gather or a reduction of the step raised.
+        """
+        context = self.context
+        for unit in self.units:
+            if unit.releases and unit.state is UnitState.UNSHARDED:
+                unit.reshard(after=(context.caller.record("end"),))
+        # The optimizer, in the caller's stream, must not read gradients before they are reduced
+        # nor change main weights while a gather still reads them.
+        for stream in (context.rs, context.ag):
+            context.caller.wait_stream(stream)
+        for unit in self.units:
+            unit.swap_out()
+        context.driver = Driver.REST
+
+    def abort(self) -> None:
+        """Drain the lanes and drop this step: nothing gathered, no gradient of it kept."""
+        for stream in self.streams:
+            stream.synchronize()
+            stream.reset()
+        for unit in self.units:
+            unit.abandon()
+        self.context.driver = Driver.REST
+        self.context.microbatch = 0
+        self.context.is_last_microbatch = True

@@ -1,0 +1,448 @@
+"""Streams and events: CUDA streams, a worker thread per stream on CPU, inline streams for tests.
+
+A stream is a first-in-first-out queue of work. The host thread only issues; ``after`` names the
+events that the work waits for, in the stream's own time::
+
+    host    run(a) run(b) run(c, after=[b done]) ...      returns at once
+    comp    [aaaaaaaaaaaa][dddddd]
+    comm    [bbbbbb]......[cccc]                          c waited for its stream, b was done
+
+On CPU, compute too has a worker thread: with compute on the host thread an exchange would be
+issued only after the GEMM that should hide it. A collective that blocks in a worker waits on a
+socket without the interpreter lock, so compute goes on beside it.
+
+A failure travels along the same edges as the data, and along no others: work is skipped if it
+waits for failed work or stands behind it in its stream. So which work is skipped depends on the
+plan, never on timing, and ranks that fail at the same action skip the same collectives.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import Final, NamedTuple, Protocol, final
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Event(Protocol):
+    """The completion of one piece of work."""
+
+    @property
+    def word(self) -> str:
+        """What completed."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until the work is done.
+
+        Raises:
+            BaseException: what the work raised, or what it was skipped for.
+        """
+        ...
+
+
+class Span(NamedTuple):
+    """When one piece of work waited and ran (``time.perf_counter_ns``)."""
+
+    lane: str
+    word: str
+    wait_ns: int
+    """When the stream came to the work and began to wait for its events."""
+    start_ns: int
+    end_ns: int
+    blocked_on: str | None
+    """The word of the event that ended the wait; None if no wait took time."""
+
+
+class StreamObserver(Protocol):
+    """Is told of every piece of work; called in the stream's own thread."""
+
+    def on_issue(self, lane: str, word: str) -> None: ...
+
+    def on_span(self, span: Span) -> None: ...
+
+
+class Stream(Protocol):
+    """A queue of work. ``record=False`` saves the event where nothing will wait for it."""
+
+    @property
+    def lane(self) -> str: ...
+
+    def run(
+        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
+    ) -> Event: ...
+
+    def synchronize(self) -> BaseException | None:
+        """Block the host until the queue is empty. Returns the failure that stopped it, if any."""
+        ...
+
+    def reset(self) -> None:
+        """Forget a failure, so that new work runs again. The queue must be empty."""
+        ...
+
+    def observe(self, observer: StreamObserver | None) -> None: ...
+
+
+class StreamKind(Enum):
+    """Which streams run the work."""
+
+    THREAD = "thread"
+    """CPU: a worker thread per stream."""
+    INLINE = "inline"
+    """Work runs when it is issued, in the issuing thread: for tests of order."""
+    CUDA = "cuda"
+
+
+def new_stream(kind: StreamKind, lane: str, *, device: torch.device, priority: int = 0) -> Stream:
+    """Make a stream. ``priority``: as of ``torch.cuda.Stream`` (-1 is high); CUDA only."""
+    match kind:
+        case StreamKind.THREAD:
+            return ThreadStream(lane)
+        case StreamKind.INLINE:
+            return InlineStream(lane)
+        case StreamKind.CUDA:
+            return CudaStream(lane, device=device, priority=priority)
+
+
+def default_kind(device: torch.device) -> StreamKind:
+    return StreamKind.CUDA if device.type == "cuda" else StreamKind.THREAD
+
+
+def _blame(error: BaseException, word: str) -> None:
+    error.add_note(f"raised in {word}")
+
+
+# Note [thread state]
+# PyTorch keeps these modes per thread. Work must run under those of whoever issued it, or a
+# schedule would silently leave ``no_grad`` and ``autocast`` at the door of its workers.
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """The issuing thread's PyTorch modes, carried to the worker with the work."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    saved_tensor_hooks: tuple[Callable[..., object], Callable[..., object]] | None
+    multithreaded_backward: bool
+
+    @classmethod
+    def capture(cls) -> "ThreadState":
+        enabled = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+        # The engine has no public reader of the hook stack or of the multithreading flag.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((d, torch.get_autocast_dtype(d)) for d in enabled),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            saved_tensor_hooks=None if hooks is None else (hooks[0], hooks[1]),
+            multithreaded_backward=torch._C._is_multithreading_enabled(),
+        )
+
+    def enter(self, stack: ExitStack) -> None:
+        """Put the modes in force in this thread until ``stack`` closes."""
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        for device, dtype in self.autocast:
+            stack.enter_context(
+                torch.autocast(device, dtype=dtype, cache_enabled=self.autocast_cache)
+            )
+        if self.saved_tensor_hooks is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+        stack.enter_context(
+            torch.autograd.set_multithreading_enabled(self.multithreaded_backward)
+        )
+
+
+@final
+class Completion:
+    """An event on CPU: a lock that opens once, with the failure behind it if there was one."""
+
+    __slots__ = ("_gate", "error", "word")
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.error: BaseException | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def open(self, error: BaseException | None) -> None:
+        self.error = error
+        self._gate.release()
+
+    def is_open(self) -> bool:
+        return not self._gate.locked()
+
+    def block(self) -> None:
+        """Wait in stream time, whatever the outcome."""
+        if self._gate.locked():
+            with self._gate:
+                pass
+
+    def wait(self) -> None:
+        self.block()
+        if self.error is not None:
+            raise self.error
+
+
+def completed(word: str = "nothing") -> Completion:
+    """An event of work that needs no doing."""
+    done = Completion(word)
+    done.open(None)
+    return done
+
+
+class _Item(NamedTuple):
+    work: Work
+    word: str
+    after: Sequence[Event]
+    completion: Completion | None
+    state: ThreadState
+
+
+class _Shared:
+    """What a stream and its worker share; the worker holds no reference to the stream itself."""
+
+    __slots__ = ("failure", "num_threads", "observer", "queue")
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self.failure: BaseException | None = None
+        self.observer: StreamObserver | None = None
+        self.num_threads: int = torch.get_num_threads()
+
+
+@final
+class ThreadStream:
+    """A stream on CPU: one worker thread. It ends when the stream is garbage collected."""
+
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+        self._shared = _Shared()
+        self._state = ThreadState.capture()
+        thread = threading.Thread(
+            target=_serve, args=(lane, self._shared), name=f"stream-{lane}", daemon=True
+        )
+        thread.start()
+        weakref.finalize(self, self._shared.queue.put, None)
+
+    def run(
+        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
+    ) -> Completion:
+        completion = Completion(word) if record else _UNRECORDED
+        if (observer := self._shared.observer) is not None:
+            observer.on_issue(self.lane, word)
+        state = ThreadState.capture()
+        if state != self._state:
+            self._state = state
+        # An equal state is passed as the same object: the worker compares by identity.
+        self._shared.queue.put(
+            _Item(work, word, after, completion if record else None, self._state)
+        )
+        return completion
+
+    def synchronize(self) -> BaseException | None:
+        drained = Completion("synchronize")
+        # ``block``, not ``wait``: behind a failure this item is skipped, and opens all the same.
+        self._shared.queue.put(_Item(_nothing, "synchronize", (), drained, self._state))
+        drained.block()
+        return self._shared.failure
+
+    def reset(self) -> None:
+        self._shared.failure = None
+
+    def observe(self, observer: StreamObserver | None) -> None:
+        self._shared.observer = observer
+
+
+def _nothing() -> None:
+    return None
+
+
+_UNRECORDED: Final = completed("unrecorded work")
+
+
+def _serve(lane: str, shared: _Shared) -> None:
+    """A worker's life. Issuer's modes stay in force until work with other modes comes."""
+    torch.set_num_threads(shared.num_threads)
+    stack = ExitStack()
+    state: ThreadState | None = None
+    while (item := shared.queue.get()) is not None:
+        if item.state is not state:
+            stack.close()
+            state = item.state
+            state.enter(stack)
+        _do(lane, shared, item)
+        del item  # or the last item's tensors would live until the next one comes
+    stack.close()
+
+
+def _do(lane: str, shared: _Shared, item: _Item) -> None:
+    wait_ns = perf_counter_ns()
+    blocked_on: str | None = None
+    for event in item.after:
+        assert isinstance(event, Completion), "a worker thread waits for events of worker threads"
+        if not event.is_open():
+            event.block()
+            blocked_on = event.word
+        if event.error is not None and shared.failure is None:
+            shared.failure = event.error
+    start_ns = perf_counter_ns()
+    if shared.failure is None:
+        try:
+            item.work()
+        except BaseException as error:  # every kind must reach the host, which re-raises it
+            _blame(error, item.word)
+            shared.failure = error
+    if item.completion is not None:
+        item.completion.open(shared.failure)
+    if (observer := shared.observer) is not None:
+        end_ns = perf_counter_ns()
+        observer.on_span(Span(lane, item.word, wait_ns, start_ns, end_ns, blocked_on))
+
+
+@final
+class InlineStream:
+    """Work runs at once in the issuing thread: the order of issue is the order of execution."""
+
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+        self._observer: StreamObserver | None = None
+
+    def run(
+        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
+    ) -> Event:
+        observer = self._observer
+        if observer is None:
+            try:
+                work()
+            except BaseException as error:
+                _blame(error, word)
+                raise
+            return _UNRECORDED
+        observer.on_issue(self.lane, word)
+        start_ns = perf_counter_ns()
+        try:
+            work()
+        except BaseException as error:
+            _blame(error, word)
+            raise
+        observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns(), None))
+        return _UNRECORDED
+
+    def synchronize(self) -> BaseException | None:
+        return None
+
+    def reset(self) -> None:
+        return None
+
+    def observe(self, observer: StreamObserver | None) -> None:
+        self._observer = observer
+
+
+@final
+class CudaEvent:
+    """An event on CUDA."""
+
+    __slots__ = ("cuda", "word")
+
+    def __init__(self, word: str, cuda: torch.cuda.Event) -> None:
+        self.word = word
+        self.cuda = cuda
+
+    def wait(self) -> None:
+        self.cuda.synchronize()
+
+
+@final
+class CudaStream:
+    """A CUDA stream of our own. Work is launched when issued; waits are the device's."""
+
+    def __init__(self, lane: str, *, device: torch.device, priority: int = 0) -> None:
+        self.lane = lane
+        self.cuda = torch.cuda.Stream(device, priority=priority)
+        self._observer: StreamObserver | None = None
+
+    def run(
+        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
+    ) -> Event:
+        if self._observer is not None:
+            self._observer.on_issue(self.lane, word)
+        for event in after:
+            # Protects what the awaited work wrote (and what it still reads) from this work.
+            if isinstance(event, CudaEvent):
+                self.cuda.wait_event(event.cuda)
+        with torch.cuda.stream(self.cuda):
+            try:
+                work()
+            except BaseException as error:
+                _blame(error, word)
+                raise
+        if not record:
+            return _UNRECORDED
+        return CudaEvent(word, self.cuda.record_event())
+
+    def synchronize(self) -> BaseException | None:
+        self.cuda.synchronize()
+        return None
+
+    def reset(self) -> None:
+        return None
+
+    def observe(self, observer: StreamObserver | None) -> None:
+        self._observer = observer
+
+
+@final
+class CallerStream:
+    """The calling thread as a compute stream: the standard path, where no schedule drives.
+
+    On CPU what the caller has issued is done, so its events are complete and its waits block. On
+    CUDA it is whatever stream is current.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lane = "comp"
+        self._on_cuda = device.type == "cuda"
+        self._observer: StreamObserver | None = None
+
+    def record(self, word: str) -> Event:
+        """An event behind all that the caller has issued so far."""
+        if not self._on_cuda:
+            return _UNRECORDED
+        return CudaEvent(word, torch.cuda.current_stream().record_event())
+
+    def wait(self, event: Event, *, word: str) -> None:
+        """Let what the caller issues next wait for ``event``.
+
+        Raises:
+            BaseException: on CPU, what the awaited work raised.
+        """
+        if isinstance(event, CudaEvent):
+            torch.cuda.current_stream().wait_event(event.cuda)
+            return
+        wait_ns = perf_counter_ns()
+        event.wait()
+        if self._observer is not None:
+            now_ns = perf_counter_ns()
+            self._observer.on_span(Span(self.lane, word, wait_ns, now_ns, now_ns, event.word))
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let what the caller issues next wait for all that ``stream`` has been given.
+
+        Raises:
+            BaseException: on CPU, the failure that stopped the stream.
+        """
+        end = stream.run(_nothing, word=f"end of {stream.lane}")
+        self.wait(end, word=f"wait for {stream.lane}")
+
+    def observe(self, observer: StreamObserver | None) -> None:
+        self._observer = observer

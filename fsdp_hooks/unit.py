@@ -1,0 +1,211 @@
+"""A unit: the parameters that are gathered, released and reduced together.
+
+``unshard``, ``reshard`` and ``reduce`` issue: they move the issued state and queue work.
+``ensure``, ``accumulate`` and ``seal`` run in stream time, inside the work of the compute lane.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor, nn
+
+from fsdp_hooks.context import ShardContext
+from fsdp_hooks.lifecycle import LEGAL_MOVES, NOTHING_DONE, UnitState
+from fsdp_hooks.param_group import ParamGroup
+from fsdp_hooks.placement import Placement
+from fsdp_hooks.streams import Event
+
+
+@final
+class FsdpUnit:
+    """Implements ``UnitLifecycle`` for one module.
+
+    Args:
+        name: the module's name from the root (``root`` for the root itself).
+        module: what was sharded; the groups' parameters are its own and its children's, less
+            those of inner units.
+        groups: one for each dtype, mesh and requires_grad.
+        context: of the root.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        context: ShardContext,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.groups = tuple(groups)
+        self.uses = 0
+        """On the standard path: forwards and backwards that read the parameters now."""
+        self.open_forwards = 0
+        """On the standard path: forwards whose backward is not done."""
+        self._context = context
+        self._state = UnitState.SHARDED
+        self._stream_state = UnitState.SHARDED
+        self._gathered: Event = NOTHING_DONE
+        self._words = {op: f"{op}.{name}" for op in ("UNSHARD", "RESHARD", "REDUCE")}
+        self.handles = [
+            param.register_post_accumulate_grad_hook(_Door(self, group, index))
+            for group in self.groups
+            if group.requires_grad
+            for index, param in enumerate(group.compute_params)
+        ]
+
+    @property
+    def state(self) -> UnitState:
+        return self._state
+
+    @property
+    def releases(self) -> bool:
+        return any(group.releases for group in self.groups)
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        return any(group.reduces_each_microbatch for group in self.groups)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return sum(group.storage.nbytes for group in self.groups if group.releases)
+
+    # ---- issued by the host -------------------------------------------------------------------
+
+    def unshard(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
+        """Issue the gather. Idempotent. Returns the event behind which parameters are there."""
+        if not self.releases or self._state is UnitState.UNSHARDED:
+            return self._gathered
+        self._move(UnitState.UNSHARDED, "unshard")
+        self._gathered = self._context.ag.run(
+            self._gather, word=word or self._words["UNSHARD"], after=after
+        )
+        return self._gathered
+
+    def reshard(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
+        """Issue the release, behind ``after`` (the last readers).
+
+        Raises:
+            RuntimeError: the unit is not unsharded.
+        """
+        if not self.releases:
+            return NOTHING_DONE
+        self._move(UnitState.SHARDED, "reshard")
+        return self._context.ag.run(
+            self._release, word=word or self._words["RESHARD"], after=after
+        )
+
+    def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
+        """Issue the reduction of the oldest sealed gradients, behind ``after``."""
+        return self._context.rs.run(
+            self._reduce, word=word or self._words["REDUCE"], after=after
+        )
+
+    def _move(self, to: UnitState, call: str) -> None:
+        if to not in LEGAL_MOVES[self._state]:
+            raise RuntimeError(
+                f"{call}() of unit {self.name}: its state is {self._state.value}, expected "
+                f"{' or '.join(s.value for s, moves in LEGAL_MOVES.items() if to in moves)}; "
+                "call unshard() first"
+            )
+        self._state = to
+
+    # ---- in stream time, on the compute lane --------------------------------------------------
+
+    def ensure(self) -> None:
+        """The safety net: parameters are there when this returns. A gather here is a miss."""
+        if self._stream_state is UnitState.UNSHARDED or not self.releases:
+            return
+        self._context.counters.hook_misses += 1
+        self._fill(rescue=True)
+
+    def accumulate(self, group: ParamGroup, index: int, grad: Tensor) -> None:
+        """The door for a contribution, whoever made it."""
+        group.accumulate(index, self._context.microbatch, grad)
+
+    def seal(self, microbatch: int, *, is_last: bool) -> None:
+        """This microbatch's contributions are complete."""
+        for group in self.groups:
+            if group.requires_grad:
+                group.seal(microbatch, is_last=is_last)
+
+    # ---- queued work --------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        self._fill(rescue=False)
+
+    def _fill(self, *, rescue: bool) -> None:
+        counters = self._context.counters
+        for group in self.groups:
+            if group.releases:
+                communicators = self._context.communicators(group.mesh)
+                group.gather(communicators.rescue if rescue else communicators.gather)
+                counters.num_all_gathers += 1
+                group.install(group.compute_params)
+        if self._stream_state is UnitState.SHARDED:
+            counters.add_unsharded(self.unsharded_bytes)
+        self._stream_state = UnitState.UNSHARDED
+
+    def _release(self) -> None:
+        for group in self.groups:
+            if group.releases:
+                group.install(group.placeholders)
+                group.release()
+        if self._stream_state is UnitState.UNSHARDED:
+            self._context.counters.add_unsharded(-self.unsharded_bytes)
+        self._stream_state = UnitState.SHARDED
+
+    def _reduce(self) -> None:
+        counters = self._context.counters
+        for group in self.groups:
+            if not group.requires_grad:
+                continue
+            communicator = self._context.communicators(group.mesh).reduce
+            group.reduce(communicator, self._context.grad_divisor)
+            if group.placements.grad is Placement.SHARD:
+                counters.num_reduce_scatters += 1
+            elif communicator.num_ranks > 1:
+                counters.num_all_reduces += 1
+
+    # ---- begin, end, abort; called with drained lanes -----------------------------------------
+
+    def swap_in(self) -> None:
+        """Compute parameters where they are resident, placeholders where they must be gathered."""
+        for group in self.groups:
+            group.install(group.placeholders if group.releases else group.compute_params)
+
+    def swap_out(self) -> None:
+        """Back to the sharded parameters, with this step's gradient in their ``.grad``."""
+        for group in self.groups:
+            group.publish()
+            group.install(group.sharded_params)
+
+    def abandon(self) -> None:
+        """After a failure: release, and forget the step's gradients."""
+        if self.releases:
+            self._release()
+        self._state = UnitState.SHARDED
+        self.uses = 0
+        self.open_forwards = 0
+        for group in self.groups:
+            group.drop_grads()
+            group.install(group.sharded_params)
+
+
+@final
+class _Door:
+    """What autograd calls once it has added a gradient to a compute parameter."""
+
+    __slots__ = ("_group", "_index", "_unit")
+
+    def __init__(self, unit: FsdpUnit, group: ParamGroup, index: int) -> None:
+        self._unit = unit
+        self._group = group
+        self._index = index
+
+    def __call__(self, param: Tensor) -> None:
+        # None: the layer delayed its weight gradient; whoever makes it brings it to the door.
+        if (grad := param.grad) is not None:
+            param.grad = None
+            self._unit.accumulate(self._group, self._index, grad)
