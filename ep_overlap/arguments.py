@@ -13,7 +13,7 @@ from enum import StrEnum
 from inspect import get_annotations
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, cast, override
+from typing import Any, Final, NoReturn, TypeGuard, cast, override
 
 from ep_overlap.plan.lower import Strategy
 
@@ -162,7 +162,7 @@ class TrainArguments(
 
     data: Path | None = _flag(
         None,
-        "text file, a token a byte (default: the sources of Python's standard library)",
+        "text, a token a byte (default: sources of Python's standard library)",
         metavar="FILE",
     )
     train_iters: int = _flag(20, "optimizer steps")
@@ -308,7 +308,7 @@ def _add_flag(section: Any, item: Field[Any]) -> None:
     )
 
 
-def _is_choice(kind: object) -> TypeIs[type[StrEnum]]:
+def _is_choice(kind: object) -> TypeGuard[type[StrEnum]]:
     return isinstance(kind, type) and issubclass(kind, StrEnum)
 
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from ep_overlap.argument_checks import problems, remarks
 from ep_overlap.arguments import (
@@ -22,9 +23,9 @@ from ep_overlap.arguments import (
     parse,
 )
 
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
+EXIT_FAILED: Final = 1
+EXIT_REFUSED: Final = 2
+EXIT_INTERRUPTED: Final = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for remark in remarks(args, os.environ):
         _say(command, f"warning: {remark}")
     try:
-        return _run(args)
+        status = _run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; Python must not flush to it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ValueError as error:
         return _refuse(command, str(error))
     except KeyboardInterrupt:

@@ -36,7 +36,7 @@ from typing import Final, Protocol, final
 
 from torch import nn
 
-from fsdp_hooks.streams import Event, Stream, completed
+from fsdp_hooks.streams import Event, StreamObserver, completed
 
 
 class UnitState(Enum):
@@ -137,13 +137,17 @@ class RootLifecycle(Protocol):
     def stats(self) -> ShardingStats: ...
 
     @property
-    def streams(self) -> Sequence[Stream]:
-        """The lanes that are the sharding's own."""
+    def root_unit(self) -> UnitLifecycle | None:
+        """The unit of the parameters that no inner unit owns; None without sharding."""
         ...
 
     @property
-    def root_unit(self) -> UnitLifecycle | None:
-        """The unit of the parameters that no inner unit owns."""
+    def inner_units(self) -> Sequence[UnitLifecycle]:
+        """The other units, in registration order."""
+        ...
+
+    def observe(self, observer: StreamObserver | None) -> None:
+        """Let ``observer`` see the lanes that are the sharding's own."""
         ...
 
     def unit_of(self, module: nn.Module) -> UnitLifecycle | None:
@@ -191,11 +195,14 @@ class NoSharding:
 
     strategy: None = None
     root_unit: None = None
-    streams: Sequence[Stream] = ()
+    inner_units: Sequence[UnitLifecycle] = ()
     stats: ShardingStats = ShardingStats()
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+
+    def observe(self, observer: StreamObserver | None) -> None:
+        return None
 
     def unit_of(self, module: nn.Module) -> None:
         return None

@@ -74,6 +74,19 @@ def _foreign_bytes(tensor: Tensor, splits: Sequence[int], rank: int, size: int) 
     return tensor.nbytes * (rows - splits[rank]) // rows if rows else 0
 
 
+def _one_by_one[OptionsT](
+    issue: Callable[[Tensor, Tensor, OptionsT], dist.Work],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    opts: OptionsT,
+) -> dist.Work:
+    """A coalesced collective, which gloo's Python interface lacks; the last one's work."""
+    works = [issue(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+    for work in works:
+        work.wait()
+    return works[-1]
+
+
 class LinkGroup(dist.ProcessGroup):
     """A gloo group whose collectives are synchronous, timed and, with a speed, paced.
 
@@ -88,6 +101,8 @@ class LinkGroup(dist.ProcessGroup):
         self, inner: dist.ProcessGroupGloo, ranks: Sequence[int], options: _LinkOptions
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
+        # The name, shutdown and the device of object collectives come from a registered backend.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, inner)
         self.link_name = options.name
         self.ranks = tuple(ranks)
         self.speed = options.speed
@@ -187,15 +202,13 @@ class LinkGroup(dist.ProcessGroup):
         self,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        opts: c10d.AllgatherOptions | None = None,
+        opts: c10d.AllgatherOptions,
     ) -> dist.Work:
         return self._run(
             "all_gather_into_tensor_coalesced",
             CollectiveKind.AG,
             _nbytes(inputs) * (self.size() - 1),
-            lambda: self._inner.allgather_into_tensor_coalesced(
-                outputs, inputs, opts or c10d.AllgatherOptions()
-            ),
+            lambda: _one_by_one(self._inner._allgather_base, outputs, inputs, opts),
         )
 
     @override
@@ -251,7 +264,7 @@ class LinkGroup(dist.ProcessGroup):
             "reduce_scatter_tensor_coalesced",
             CollectiveKind.RS,
             _nbytes(inputs) * (self.size() - 1) // self.size(),
-            lambda: self._inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
+            lambda: _one_by_one(self._inner._reduce_scatter_base, outputs, inputs, opts),
         )
 
     @override

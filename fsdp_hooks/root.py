@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdp_hooks.context import ShardContext
 from fsdp_hooks.lifecycle import Driver, ShardingStats, UnitState
-from fsdp_hooks.streams import Stream
+from fsdp_hooks.streams import StreamObserver
 from fsdp_hooks.unit import FsdpUnit
 
 
@@ -17,7 +17,7 @@ class FsdpRoot:
 
     Args:
         units: inner units in registration order.
-        root_unit: of the parameters that no inner unit owns; None if there are none.
+        root_unit: of the parameters that no inner unit owns (there may be none).
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class FsdpRoot:
         *,
         strategy: str,
         units: Sequence[FsdpUnit],
-        root_unit: FsdpUnit | None,
+        root_unit: FsdpUnit,
         context: ShardContext,
     ) -> None:
         self.strategy = strategy
@@ -36,15 +36,16 @@ class FsdpRoot:
 
     @property
     def units(self) -> tuple[FsdpUnit, ...]:
-        return self.inner_units if self.root_unit is None else (self.root_unit, *self.inner_units)
+        return (self.root_unit, *self.inner_units)
 
     @property
     def stats(self) -> ShardingStats:
         return self.context.counters.read()
 
-    @property
-    def streams(self) -> Sequence[Stream]:
-        return (self.context.ag, self.context.rs)
+    def observe(self, observer: StreamObserver | None) -> None:
+        context = self.context
+        for lane in (context.ag, context.rs, context.caller):
+            lane.observe(observer)
 
     def unit_of(self, module: nn.Module) -> FsdpUnit | None:
         return self._by_module.get(module)
@@ -89,7 +90,7 @@ class FsdpRoot:
 
     def abort(self) -> None:
         """Drain the lanes and drop this step: nothing gathered, no gradient of it kept."""
-        for stream in self.streams:
+        for stream in (self.context.ag, self.context.rs):
             stream.synchronize()
             stream.reset()
         for unit in self.units:

@@ -39,6 +39,11 @@ class Event(Protocol):
         """What completed."""
         ...
 
+    @property
+    def lane(self) -> str:
+        """Where it ran."""
+        ...
+
     def wait(self) -> None:
         """Block the host until the work is done.
 
@@ -57,8 +62,10 @@ class Span(NamedTuple):
     """When the stream came to the work and began to wait for its events."""
     start_ns: int
     end_ns: int
-    blocked_on: str | None
+    blocked_on: str | None = None
     """The word of the event that ended the wait; None if no wait took time."""
+    blocked_by_lane: str | None = None
+    """The lane of that event."""
 
 
 class StreamObserver(Protocol):
@@ -166,10 +173,11 @@ class ThreadState:
 class Completion:
     """An event on CPU: a lock that opens once, with the failure behind it if there was one."""
 
-    __slots__ = ("_gate", "error", "word")
+    __slots__ = ("_gate", "error", "lane", "word")
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str, lane: str = "") -> None:
         self.word = word
+        self.lane = lane
         self.error: BaseException | None = None
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -237,7 +245,7 @@ class ThreadStream:
     def run(
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Completion:
-        completion = Completion(word) if record else _UNRECORDED
+        completion = Completion(word, self.lane) if record else _UNRECORDED
         if (observer := self._shared.observer) is not None:
             observer.on_issue(self.lane, word)
         state = ThreadState.capture()
@@ -287,12 +295,12 @@ def _serve(lane: str, shared: _Shared) -> None:
 
 def _do(lane: str, shared: _Shared, item: _Item) -> None:
     wait_ns = perf_counter_ns()
-    blocked_on: str | None = None
+    blocker: Completion | None = None
     for event in item.after:
         assert isinstance(event, Completion), "a worker thread waits for events of worker threads"
         if not event.is_open():
             event.block()
-            blocked_on = event.word
+            blocker = event
         if event.error is not None and shared.failure is None:
             shared.failure = event.error
     start_ns = perf_counter_ns()
@@ -306,7 +314,10 @@ def _do(lane: str, shared: _Shared, item: _Item) -> None:
         item.completion.open(shared.failure)
     if (observer := shared.observer) is not None:
         end_ns = perf_counter_ns()
-        observer.on_span(Span(lane, item.word, wait_ns, start_ns, end_ns, blocked_on))
+        span = Span(lane, item.word, wait_ns, start_ns, end_ns)
+        if blocker is not None:
+            span = span._replace(blocked_on=blocker.word, blocked_by_lane=blocker.lane)
+        observer.on_span(span)
 
 
 @final
@@ -335,7 +346,7 @@ class InlineStream:
         except BaseException as error:
             _blame(error, word)
             raise
-        observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns(), None))
+        observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
         return _UNRECORDED
 
     def synchronize(self) -> BaseException | None:
@@ -352,10 +363,11 @@ class InlineStream:
 class CudaEvent:
     """An event on CUDA."""
 
-    __slots__ = ("cuda", "word")
+    __slots__ = ("cuda", "lane", "word")
 
-    def __init__(self, word: str, cuda: torch.cuda.Event) -> None:
+    def __init__(self, word: str, lane: str, cuda: torch.cuda.Event) -> None:
         self.word = word
+        self.lane = lane
         self.cuda = cuda
 
     def wait(self) -> None:
@@ -388,7 +400,7 @@ class CudaStream:
                 raise
         if not record:
             return _UNRECORDED
-        return CudaEvent(word, self.cuda.record_event())
+        return CudaEvent(word, self.lane, self.cuda.record_event())
 
     def synchronize(self) -> BaseException | None:
         self.cuda.synchronize()
@@ -418,7 +430,7 @@ class CallerStream:
         """An event behind all that the caller has issued so far."""
         if not self._on_cuda:
             return _UNRECORDED
-        return CudaEvent(word, torch.cuda.current_stream().record_event())
+        return CudaEvent(word, self.lane, torch.cuda.current_stream().record_event())
 
     def wait(self, event: Event, *, word: str) -> None:
         """Let what the caller issues next wait for ``event``.
@@ -433,7 +445,9 @@ class CallerStream:
         event.wait()
         if self._observer is not None:
             now_ns = perf_counter_ns()
-            self._observer.on_span(Span(self.lane, word, wait_ns, now_ns, now_ns, event.word))
+            self._observer.on_span(
+                Span(self.lane, word, wait_ns, now_ns, now_ns, event.word, event.lane)
+            )
 
     def wait_stream(self, stream: Stream) -> None:
         """Let what the caller issues next wait for all that ``stream`` has been given.

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -104,6 +105,31 @@ def test_every_collective_has_gloos_values(pool_name: str, request: pytest.Fixtu
     pool: RankPool = request.getfixturevalue(pool_name)
     for ops in pool.run(_compare_with_gloo):
         assert len(ops) == 5
+
+
+def _functional_collectives() -> list[CollectiveSpan]:
+    """What DTensor and FSDP2's helpers call; torch reaches the group from C++."""
+    link = new_link_group([0, 1], name="functional")
+    rank = link.rank()
+    rows = torch.arange(4.0).view(4, 1) + 10 * rank
+    gathered = funcol.all_gather_tensor(rows, 0, link)
+    assert gathered.flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    scattered = funcol.reduce_scatter_tensor(rows, "sum", 0, link)
+    assert scattered.flatten().tolist() == [10 + 4 * rank, 12 + 4 * rank]
+    assert funcol.all_reduce(rows, "sum", link).flatten().tolist() == [10, 12, 14, 16]
+    swapped = funcol.all_to_all_single(rows, [2, 2], [2, 2], link)
+    assert swapped.flatten().tolist() == [2 * rank, 2 * rank + 1, 2 * rank + 10, 2 * rank + 11]
+    return link.log or []
+
+
+def test_functional_collectives_reach_the_link_group(ranks2: RankPool) -> None:
+    for spans in ranks2.run(_functional_collectives):
+        assert [(span.kind, span.wire_bytes) for span in spans] == [
+            ("ag", 16),
+            ("rs", 8),
+            ("ar", 16),
+            ("a2a", 8),
+        ]
 
 
 def _objects_and_meshes() -> tuple[list[object], list[object], list[object] | None, bool]:

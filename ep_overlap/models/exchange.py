@@ -44,7 +44,7 @@ def gather_counts(sent: Tensor, group: ProcessGroup) -> Tensor:
     num_ranks = group.size()
     if num_ranks == 1:
         return sent.unsqueeze(0)
-    everyone = sent.new_empty((num_ranks, sent.numel()))
+    everyone = sent.new_empty(num_ranks * sent.numel())
     dist.all_gather_into_tensor(everyone, sent, group=group)
     return everyone.view(num_ranks, num_ranks, -1)[:, group.rank()]
 

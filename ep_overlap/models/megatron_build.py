@@ -5,6 +5,7 @@ one rank, because sharding over data-parallel ranks is not the model's business 
 """
 
 import logging
+import warnings
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,8 +18,6 @@ from megatron.core.models.gpt import gpt_model
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -60,6 +59,8 @@ def transformer_config(sizes: MegatronSizes, expert_parallel_size: int) -> Trans
         num_moe_experts=sizes.num_experts,
         moe_ffn_hidden_size=sizes.ffn_hidden_size,
         moe_router_topk=sizes.topk,
+        # The softmax of one score is 1, whatever the score: its router would learn nothing.
+        moe_router_pre_softmax=sizes.topk == 1,
         moe_layer_freq=sizes.moe_layer_freq,
         moe_shared_expert_intermediate_size=sizes.shared_expert_ffn_hidden_size,
         moe_token_dispatcher_type="alltoall",
@@ -73,8 +74,9 @@ def transformer_config(sizes: MegatronSizes, expert_parallel_size: int) -> Trans
         attention_dropout=0.0,
         bf16=sizes.dtype is torch.bfloat16,
         params_dtype=sizes.dtype,
-        # Draws weights on CPU, so that a seed means the same on every device.
+        # build_gpt draws the weights, on CPU, so that a seed means the same on every device.
         use_cpu_initialization=True,
+        perform_initialization=False,
         transformer_impl="local",
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -92,8 +94,8 @@ def build_gpt(
 ) -> GPTModel:
     """Build the model with megatron-core's local layers, rotary positions and SequentialMLP.
 
-    The weights depend on the seed alone: each expert draws from a seed of its global index, so the
-    model is the same function whatever the expert-parallel size. The caller's random state stays.
+    The weights depend on the seed alone, so the model is the same function whatever the
+    expert-parallel size. The caller's random state stays as it is.
 
     On CPU, call it inside ``megatron_on_cpu``; on a GPU, inside ``megatron_globals``.
 
@@ -112,10 +114,9 @@ def build_gpt(
             "megatron-core needs torch.distributed, with one rank too: call init_process_group "
             "before build_gpt"
         )
-    config = transformer_config(sizes, groups.size)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
-    with torch.random.fork_rng(devices=()), _without_deprecation_note():
-        torch.manual_seed(seed)
+    with _without_notes():
+        config = transformer_config(sizes, groups.size)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
         model = GPTModel(
             config,
             cast(ModuleSpec, spec),  # takes a block's spec as well as a layer's
@@ -124,7 +125,7 @@ def build_gpt(
             position_embedding_type="rope",
             pg_collection=process_groups(groups),
         )
-        _initialise_experts(model, seed)
+    _initialise(model, seed)
     return model.to(device=device, dtype=sizes.dtype)
 
 
@@ -140,28 +141,50 @@ def process_groups(groups: ExpertGroups) -> ProcessGroupCollection:
 
 
 @torch.no_grad()
-def _initialise_experts(model: GPTModel, seed: int) -> None:
-    """Draw each expert anew. Built as they are, ranks with one seed would hold equal experts."""
-    init_fc1, init_fc2 = model.config.init_method, model.config.output_layer_init_method
-    assert init_fc1 is not None and init_fc2 is not None, "TransformerConfig fills both in"
-    layers = [cast(TransformerLayer, layer) for layer in model.decoder.layers]
-    for index, layer in enumerate(layers):
-        if not isinstance(layer.mlp, MoELayer):
-            continue
-        experts = cast(SequentialMLP, layer.mlp.experts).local_experts
-        for expert, module in zip(layer.mlp.local_expert_indices, experts, strict=True):
-            torch.manual_seed(zlib.crc32(f"{seed}.{index}.{expert}".encode()))
-            init_fc1(cast(MLP, module).linear_fc1.weight)
-            init_fc2(cast(MLP, module).linear_fc2.weight)
+def _initialise(model: GPTModel, seed: int) -> None:
+    """Draw every weight matrix anew, each from a seed of its own global name.
+
+    Built as they are, ranks with one seed would hold equal experts, and the weights that follow
+    them would depend on how many experts a rank has.
+    """
+    config = model.config
+    assert config.init_method is not None, "TransformerConfig fills it in"
+    assert config.output_layer_init_method is not None, "TransformerConfig fills it in"
+    with torch.random.fork_rng(devices=()):
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # a norm's weight, which stays 1
+                continue
+            torch.manual_seed(zlib.crc32(f"{seed}.{_global_name(model, name)}".encode()))
+            if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                config.output_layer_init_method(parameter)
+            else:
+                config.init_method(parameter)
+
+
+def _global_name(model: GPTModel, name: str) -> str:
+    """The parameter's name with its expert's index in the whole model instead of on this rank."""
+    layer, *expert = name.split(".mlp.experts.local_experts.")
+    if not expert:
+        return name
+    local_index, rest = expert[0].split(".", 1)
+    moe = cast(TransformerLayer, model.get_submodule(layer)).mlp
+    assert isinstance(moe, MoELayer), f"{layer} has experts"
+    return f"{layer}.experts.{moe.local_expert_indices[int(local_index)]}.{rest}"
 
 
 @contextmanager
-def _without_deprecation_note() -> Generator[None]:
-    """GPTModel logs at each start that HybridModel is to follow it; users cannot act on that."""
+def _without_notes() -> Generator[None]:
+    """Keep back what megatron-core says at each build and no user can act on.
+
+    That GPTModel is to give way to HybridModel (logged), and that defaults of its own settings are
+    deprecated (warned).
+    """
     logger = logging.getLogger(gpt_model.__name__)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"megatron\.core\.transformer\.")
+            yield
     finally:
         logger.setLevel(level)

@@ -149,7 +149,7 @@ def draw(trace: Trace, spans: Sequence[Span], width_inches: float = _PAGE_INCHES
     for row, top in zip(rows, tops, strict=True):
         for span in row.bars:
             _draw_bar(axes, span, top, inches_per_ms)
-    _label_axes(axes, rows, tops)
+    _label_axes(axes, rows, tops, plot_inches)
     _label_figure(figure, spans, total)
     return figure
 
@@ -228,7 +228,7 @@ def _text_rotation(span: Span, inches_per_ms: float) -> int | None:
     return None
 
 
-def _label_axes(axes: Axes, rows: Sequence[Row], tops: Sequence[float]) -> None:
+def _label_axes(axes: Axes, rows: Sequence[Row], tops: Sequence[float], plot_inches: float) -> None:
     axes.set_yticks([top + _ROW_INCHES / 2 for top in tops], [row.lane for row in rows])
     axes.tick_params(axis="y", length=0, labelsize=10)
     axes.tick_params(axis="x", labelsize=9, color="#9aa5b1")
@@ -241,9 +241,8 @@ def _label_axes(axes: Axes, rows: Sequence[Row], tops: Sequence[float]) -> None:
     inches_to_axes = axes.get_yaxis_transform()
     for rank in sorted({row.rank for row in rows}):
         of_rank = [top for row, top in zip(rows, tops, strict=True) if row.rank == rank]
-        width = axes.get_position().width * axes.get_figure(root=True).get_figwidth()
         axes.text(
-            -0.72 / width,
+            -0.72 / plot_inches,
             (of_rank[0] + of_rank[-1] + _ROW_INCHES) / 2,
             f"rank {rank}",
             transform=inches_to_axes,

@@ -1,0 +1,58 @@
+"""What a user may ask of a schedule, and what is refused by name."""
+
+from dataclasses import dataclass
+
+from ep_overlap.plan.order import OrderName
+
+PAIRED_FROM_MICROBATCHES = 2
+"""From so many microbatches on, the paired order has two forwards to interleave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """Options of an ``OverlapSchedule``.
+
+    Raises:
+        ValueError: an option is out of range, or not built yet.
+    """
+
+    num_microbatches: int
+    overlap: bool = True
+    """Megatron's ``--overlap-moe-expert-parallel-comm``. False: the serial order."""
+    order: OrderName | str | None = None
+    """``plain``, ``paired``, ``serial``; None: paired where there are two microbatches or more."""
+    order_text: str | None = None
+    """An order of one's own, as words (the content of an order file); excludes ``order``."""
+    delay_wgrad: bool = False
+    """Megatron's ``--delay-wgrad-compute``."""
+    max_unsharded_units: int | None = None
+    """Budget of layer units gathered at once, with ``optim_grads_params``; None: as many as
+    overlap needs."""
+    trace: bool = False
+    """Record when every action waited and ran; ``StepResult.trace``."""
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1, got {self.num_microbatches}")
+        if self.delay_wgrad:
+            raise ValueError("delay_wgrad is not built yet; leave it out")
+        if self.order is not None and self.order_text is not None:
+            raise ValueError("order and order_text exclude each other; give one of them")
+        if not self.overlap and (self.order_text or self.order not in (None, OrderName.SERIAL)):
+            raise ValueError(f"order {self.order!r} needs overlap; set overlap=True or leave it out")
+
+    @property
+    def order_name(self) -> OrderName:
+        """The order in force, where no text gives one.
+
+        Raises:
+            ValueError: no such order.
+        """
+        if not self.overlap:
+            return OrderName.SERIAL
+        if self.order is None:
+            paired = self.num_microbatches >= PAIRED_FROM_MICROBATCHES
+            return OrderName.PAIRED if paired else OrderName.PLAIN
+        if self.order not in list(OrderName):
+            raise ValueError(f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}")
+        return OrderName(self.order)

@@ -1,0 +1,61 @@
+"""Measures a step's communication from the logs of link groups."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, final
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ep_overlap.plan.action import Lane
+from ep_overlap.run.trace import Busy, HiddenShare, StepTrace, hidden_share
+from fsdp_hooks.link import LinkGroup
+from fsdp_hooks.link_times import BusySpan, CollectiveKind, CollectiveSpan, align, clock_offset_ns
+
+_LANE_OF: Final[Mapping[CollectiveKind, Lane]] = {
+    CollectiveKind.A2A: Lane.COMM,
+    CollectiveKind.AG: Lane.AG,
+    CollectiveKind.RS: Lane.RS,
+    CollectiveKind.AR: Lane.RS,
+}
+_COMPUTE_THREADS: Final = frozenset({"MainThread", "stream-comp"})
+
+
+@final
+class LinkMeter:
+    """A ``Meter`` over link groups.
+
+    Args:
+        links: all groups whose collectives count.
+        group: a group of all ranks, used for nothing else while a step runs.
+    """
+
+    def __init__(self, links: Sequence[LinkGroup], group: ProcessGroup) -> None:
+        self._links = tuple(links)
+        self._group = group
+        offsets: list[int] = [0] * group.size()
+        dist.all_gather_object(offsets, clock_offset_ns(group), group=group)
+        self._offsets_ns = offsets
+
+    def begin(self) -> None:
+        for link in self._links:
+            link.log = []
+
+    def share(self, trace: StepTrace) -> HiddenShare:
+        own = [span for link in self._links for span in link.log or ()]
+        by_rank: list[list[CollectiveSpan]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(by_rank, own, group=self._group)
+        mine = align(by_rank, self._offsets_ns)[self._group.rank()]
+        return hidden_share(trace.waits(), [_busy(span) for span in mine if _counts(span)])
+
+
+def _counts(busy: BusySpan) -> bool:
+    return busy.span.kind in _LANE_OF
+
+
+def _busy(busy: BusySpan) -> Busy:
+    return Busy(
+        lane=_LANE_OF[busy.span.kind],
+        on_compute_lane=busy.span.thread_name in _COMPUTE_THREADS,
+        interval=(busy.last_enter_ns, busy.span.exit_ns),
+        skew_ns=busy.skew_ns,
+    )

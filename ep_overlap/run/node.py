@@ -1,0 +1,198 @@
+"""One node of one microbatch: forward, backward, and the autograd boundary between nodes.
+
+::
+
+    forward    received = detach(sent by the producers);   sent = function(*received)
+    backward   autograd.backward(roots=sent, grads=what the consumers left on their leaves)
+
+What is handed over is the same storage as what was made, as a new leaf. The consumer's backward
+leaves the gradient on the leaf; the producer's backward starts from there. Gradients of several
+hand-offs enter one backward call as its roots, so sums are formed in autograd's own order.
+
+Roots and gradients only: activation checkpointing refuses ``backward(inputs=...)``. The boundary
+is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ours.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+Bundle = tuple[Tensor | None, ...]
+"""A hand-off's value: a named tuple such as ``Tokens``; None where an optional field is absent."""
+
+Hook = Callable[[], None]
+
+
+class Hidden(NamedTuple):
+    """The hand-off of a single tensor."""
+
+    hidden: Tensor
+    """``[S, B, H]``, or ``[T, H]`` between mlp, combine and finish."""
+
+
+class NodeState(Enum):
+    """Where a node of one microbatch stands."""
+
+    IDLE = "idle"
+    """Nothing is held."""
+    FORWARD_DONE = "forward done"
+    """Its piece of graph is alive, and what it sent is held until its backward."""
+
+
+@final
+class HandOff:
+    """One value on its way from the node that makes it to the one node that takes it."""
+
+    __slots__ = ("_received", "_sent", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._sent: Bundle = ()
+        self._received: Bundle = ()
+
+    def send(self, bundle: Bundle) -> None:
+        self._sent = bundle
+
+    def receive(self) -> Bundle:
+        """The value, cut off from the graph that made it."""
+        sent = self._sent
+        if not torch.is_grad_enabled():
+            self._sent = ()  # no backward will come for it
+            return sent
+        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in sent]
+        received: Bundle = type(sent)(*leaves)
+        self._received = received
+        return received
+
+    def roots(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Add what was sent, with the gradients that came back, and let go of both."""
+        for sent, received in zip(self._sent, self._received, strict=True):
+            if sent is not None and received is not None and received.grad is not None:
+                roots.append(sent)
+                grads.append(received.grad)
+        self.clear()
+
+    def clear(self) -> None:
+        self._sent = ()
+        self._received = ()
+
+
+@final
+class LossEnd:
+    """Where the last node's output goes: the loss, whose gradient is one."""
+
+    __slots__ = ("_loss",)
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+
+    def send(self, bundle: Bundle) -> None:
+        self._loss = bundle[0]
+
+    def roots(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
+        if self._loss is not None:
+            roots.append(self._loss)
+            grads.append(None)
+        self.clear()
+
+    def clear(self) -> None:
+        self._loss = None
+
+
+Outlet = HandOff | LossEnd
+
+
+@final
+class NodeRun:
+    """A node of one microbatch in flight; built once, run every step.
+
+    Args:
+        name: the action's word without the phase, for errors.
+        function: takes the bundles of ``inlets``, returns those of ``outlets``, in order.
+        inlets: what it receives.
+        outlets: what it sends.
+    """
+
+    __slots__ = (
+        "_function",
+        "_inlets",
+        "_outlets",
+        "_state",
+        "name",
+        "post_backward_hooks",
+        "pre_backward_hooks",
+        "pre_forward_hooks",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Sequence[Bundle]],
+        *,
+        inlets: Sequence[HandOff],
+        outlets: Sequence[Outlet],
+    ) -> None:
+        self.name = name
+        self._function = function
+        self._inlets = tuple(inlets)
+        self._outlets = tuple(outlets)
+        self._state = NodeState.IDLE
+        # A node knows hooks, not who made them. They run in the node's own stream time.
+        self.pre_forward_hooks: tuple[Hook, ...] = ()
+        self.pre_backward_hooks: tuple[Hook, ...] = ()
+        self.post_backward_hooks: tuple[Hook, ...] = ()
+
+    @property
+    def state(self) -> NodeState:
+        return self._state
+
+    def forward(self) -> None:
+        """Run the function on detached inputs and hand the results on.
+
+        Raises:
+            RuntimeError: the last forward's backward has not run.
+        """
+        if self._state is not NodeState.IDLE:
+            raise self._out_of_order("forward", NodeState.IDLE)
+        for hook in self.pre_forward_hooks:
+            hook()
+        sent = self._function(*[inlet.receive() for inlet in self._inlets])
+        for outlet, bundle in zip(self._outlets, sent, strict=True):
+            outlet.send(bundle)
+        if torch.is_grad_enabled():
+            self._state = NodeState.FORWARD_DONE
+
+    def backward(self) -> None:
+        """Run autograd over this node's piece of graph, and let the piece go.
+
+        Raises:
+            RuntimeError: no forward has run.
+        """
+        if self._state is not NodeState.FORWARD_DONE:
+            raise self._out_of_order("backward", NodeState.FORWARD_DONE)
+        for hook in self.pre_backward_hooks:
+            hook()
+        roots: list[Tensor] = []
+        grads: list[Tensor | None] = []
+        for outlet in self._outlets:
+            outlet.roots(roots, grads)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        self._state = NodeState.IDLE
+        for hook in self.post_backward_hooks:
+            hook()
+
+    def reset(self) -> None:
+        """After a failure: hold nothing."""
+        for outlet in self._outlets:
+            outlet.clear()
+        self._state = NodeState.IDLE
+
+    def _out_of_order(self, call: str, expected: NodeState) -> RuntimeError:
+        return RuntimeError(
+            f"{call} of {self.name}: its state is {self._state.value!r}, expected "
+            f"{expected.value!r}. Run each node's forward once, then its backward once"
+        )

@@ -1,0 +1,203 @@
+"""From a model's parts to nodes: which node of a microbatch hands what to which.
+
+One MoE layer between its neighbours; a dense layer is ``attn --Hidden--> mlp``::
+
+    (previous) --Hidden--> attn --Tokens--> dispatch --Tokens--> mlp --Hidden--> combine --Hidden--> (next)
+                             \\_______________________ Carry ________________________________________/
+
+(next) is the next layer's attn, or post. It begins with this layer's ``finish``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
+
+from torch import Tensor
+
+from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase
+from ep_overlap.run.layer import Carry, DenseLayerParts, ModelParts, MoELayerParts, Tokens
+from ep_overlap.run.node import Bundle, HandOff, Hidden, LossEnd, NodeRun
+
+LossFn = Callable[[Tensor, Any], Tensor]
+"""``(output, batch) -> scalar``; divided by the number of microbatches."""
+
+NodeKey = tuple[int, Node, int | None]
+"""Microbatch, node, layer."""
+
+
+@final
+class MicrobatchSlot:
+    """One place for a microbatch in flight: its batch and state now, its loss afterwards."""
+
+    def __init__(self, index: int, parts: ModelParts[Any, Any], num_microbatches: int) -> None:
+        self.index = index
+        self._parts = parts
+        self._num_microbatches = num_microbatches
+        self._batch: Any = None
+        self._state: Any = None
+        self._loss_fn: LossFn | None = None
+        self._loss: Tensor | None = None
+
+    @property
+    def state(self) -> Any:
+        return self._state
+
+    def begin(self, batch: Any, loss_fn: LossFn) -> None:
+        self._batch = batch
+        self._loss_fn = loss_fn
+        self._loss = None
+        self._state = self._parts.begin(batch)
+
+    def compute_loss(self, output: Tensor) -> Tensor:
+        """The loss, divided by the number of microbatches; undivided it is kept for the caller."""
+        assert self._loss_fn is not None, "begin() comes first"
+        loss = self._loss_fn(output, self._batch)
+        self._loss = loss.detach()
+        return loss / self._num_microbatches
+
+    def take_loss(self) -> Tensor:
+        """The microbatch's loss, undivided; lets go of batch and state."""
+        loss = self._loss
+        assert loss is not None, f"post of microbatch {self.index} has not run"
+        self.clear()
+        return loss
+
+    def clear(self) -> None:
+        self._batch = None
+        self._state = None
+        self._loss_fn = None
+        self._loss = None
+
+
+def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
+    """The kind of each layer.
+
+    Raises:
+        ValueError: a layer lacks one of its kind's nodes.
+    """
+    kinds: list[LayerKind] = []
+    for index, layer in enumerate(parts.layers):
+        needed = [str(node) for node in NODES_OF[layer.kind]]
+        if layer.kind is LayerKind.MOE:
+            needed.append("finish")
+        missing = [name for name in needed if not callable(_member(layer, name))]
+        if missing:
+            raise ValueError(
+                f"layer {index} ({type(layer).__name__}) is {layer.kind} but has no "
+                f"{', '.join(missing)}; expected the methods {', '.join(needed)}. Add what is "
+                "missing, or let its kind be another"
+            )
+        kinds.append(layer.kind)
+    return tuple(kinds)
+
+
+def _member(layer: object, name: str) -> object:
+    """Attribute by name, without running properties of other names."""
+    return next((vars(cls)[name] for cls in type(layer).__mro__ if name in vars(cls)), None)
+
+
+def wire(slot: MicrobatchSlot, parts: ModelParts[Any, Any]) -> dict[NodeKey, NodeRun]:
+    """All nodes of one microbatch, connected."""
+    return _Wiring(slot, parts).nodes
+
+
+@final
+class _Wiring:
+    """Walks the model from pre to post, each node's outlets being the next one's inlets."""
+
+    def __init__(self, slot: MicrobatchSlot, parts: ModelParts[Any, Any]) -> None:
+        self._slot = slot
+        self.nodes: dict[NodeKey, NodeRun] = {}
+        first = self._handoff("pre")
+        self._add(Node.PRE, None, lambda: (Hidden(parts.pre(slot.state)),), [], [first])
+        inlets: list[HandOff] = [first]
+        finish: Callable[..., Tensor] = _hidden
+        for index, layer in enumerate(parts.layers):
+            if layer.kind is LayerKind.MOE:
+                inlets, finish = self._moe_layer(
+                    index, cast(MoELayerParts[Any], layer), inlets, finish
+                )
+            else:
+                inlets, finish = self._dense_layer(
+                    index, cast(DenseLayerParts[Any], layer), inlets, finish
+                )
+        end = finish
+
+        def post(*previous: Bundle) -> Sequence[Bundle]:
+            return (Hidden(slot.compute_loss(parts.post(slot.state, end(*previous)))),)
+
+        self._add(Node.POST, None, post, inlets, [LossEnd()])
+
+    def _handoff(self, name: str) -> HandOff:
+        return HandOff(f"{self._slot.index}.{name}")
+
+    def _add(
+        self,
+        node: Node,
+        layer: int | None,
+        function: Callable[..., Sequence[Bundle]],
+        inlets: Sequence[HandOff],
+        outlets: Sequence[HandOff | LossEnd],
+    ) -> None:
+        word = str(Compute(self._slot.index, Phase.FORWARD, node, layer))
+        self.nodes[self._slot.index, node, layer] = NodeRun(
+            word, function, inlets=inlets, outlets=outlets
+        )
+
+    def _dense_layer(
+        self,
+        index: int,
+        layer: DenseLayerParts[Any],
+        inlets: Sequence[HandOff],
+        finish: Callable[..., Tensor],
+    ) -> tuple[list[HandOff], Callable[..., Tensor]]:
+        slot = self._slot
+        attended, output = self._handoff(f"attn.L{index}"), self._handoff(f"mlp.L{index}")
+
+        def attn(*previous: Bundle) -> Sequence[Bundle]:
+            return (Hidden(layer.attn(slot.state, finish(*previous))),)
+
+        def mlp(hidden: Hidden) -> Sequence[Bundle]:
+            return (Hidden(layer.mlp(slot.state, hidden.hidden)),)
+
+        self._add(Node.ATTN, index, attn, inlets, [attended])
+        self._add(Node.MLP, index, mlp, [attended], [output])
+        return [output], _hidden
+
+    def _moe_layer(
+        self,
+        index: int,
+        layer: MoELayerParts[Any],
+        inlets: Sequence[HandOff],
+        finish: Callable[..., Tensor],
+    ) -> tuple[list[HandOff], Callable[..., Tensor]]:
+        slot = self._slot
+        routed, carried = self._handoff(f"attn.L{index}"), self._handoff(f"carry.L{index}")
+        dispatched = self._handoff(f"dispatch.L{index}")
+        expert_output = self._handoff(f"mlp.L{index}")
+        combined = self._handoff(f"combine.L{index}")
+
+        def attn(*previous: Bundle) -> Sequence[Bundle]:
+            return layer.attn(slot.state, finish(*previous))
+
+        def dispatch(tokens: Tokens) -> Sequence[Bundle]:
+            return (layer.dispatch(slot.state, tokens),)
+
+        def mlp(tokens: Tokens) -> Sequence[Bundle]:
+            return (Hidden(layer.mlp(slot.state, tokens)),)
+
+        def combine(tokens: Hidden) -> Sequence[Bundle]:
+            return (Hidden(layer.combine(slot.state, tokens.hidden)),)
+
+        def finish_this(tokens: Hidden, carry: Carry) -> Tensor:
+            return layer.finish(slot.state, tokens.hidden, carry)
+
+        self._add(Node.ATTN, index, attn, inlets, [routed, carried])
+        self._add(Node.DISPATCH, index, dispatch, [routed], [dispatched])
+        self._add(Node.MLP, index, mlp, [dispatched], [expert_output])
+        self._add(Node.COMBINE, index, combine, [expert_output], [combined])
+        return [combined, carried], finish_this
+
+
+def _hidden(hidden: Hidden) -> Tensor:
+    """The ``finish`` of pre and of dense layers: there is nothing left to do."""
+    return hidden.hidden

@@ -1,0 +1,274 @@
+"""The public class: a training step under a schedule.
+
+::
+
+    schedule = OverlapSchedule(model, OverlapConfig(num_microbatches=4))
+    result = schedule.step(microbatches, loss_fn)
+    optimizer.step()
+
+One token batch's way: ``step`` -> the plan (built once, reused) -> ``Program`` -> a node on its
+stream, or a unit's life cycle -> group -> buffer -> collective.
+"""
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from ep_overlap.config import OverlapConfig
+from ep_overlap.plan.action import ROOT_UNIT, Compute, Lane, Phase
+from ep_overlap.plan.build import build_plan, plan_from_words
+from ep_overlap.plan.lower import Sharding, Strategy
+from ep_overlap.plan.order import ModelShape, computes_of
+from ep_overlap.plan.plan import Plan
+from ep_overlap.plan.units import unit_given, unit_read
+from ep_overlap.run.layer import ModelParts
+from ep_overlap.run.node import NodeRun
+from ep_overlap.run.runner import Program
+from ep_overlap.run.trace import HiddenShare, Meter, StepTrace
+from ep_overlap.run.wiring import LossFn, MicrobatchSlot, NodeKey, check_parts, wire
+from fsdp_hooks.lifecycle import Driver, RootLifecycle, UnitLifecycle, lifecycle_of
+from fsdp_hooks.streams import (
+    CallerStream,
+    Stream,
+    StreamKind,
+    StreamObserver,
+    default_kind,
+    new_stream,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step returns."""
+
+    losses: tuple[Tensor, ...]
+    """What ``loss_fn`` returned for each microbatch, detached."""
+    trace: StepTrace | None
+    """When every action waited and ran, with ``OverlapConfig(trace=True)`` or a meter."""
+    hidden_share: HiddenShare | None
+    """What share of each kind of communication ran under compute; with a meter."""
+
+
+@final
+class OverlapSchedule:
+    """Runs a model's microbatches under a plan.
+
+    Args:
+        model: a model that gives its parts (``models.reference.MoETransformer``,
+            ``models.megatron.GPTParts``), sharded by ``fsdp_hooks`` or not.
+        config: see ``OverlapConfig``.
+        meter: measures communication (``report.meter.LinkMeter``); collective, so all ranks have
+            one or none.
+        stream_kind: default: CUDA streams on CUDA, worker threads on CPU; ``INLINE`` for tests of
+            order.
+
+    Raises:
+        ValueError: the model's parts, its sharding and the options do not go together.
+    """
+
+    def __init__(
+        self,
+        model: ModelParts[Any, Any],
+        config: OverlapConfig,
+        *,
+        meter: Meter | None = None,
+        stream_kind: StreamKind | None = None,
+    ) -> None:
+        self.config = config
+        self._parts = model
+        self._shape = ModelShape(layers=check_parts(model))
+        self._lifecycle: RootLifecycle = lifecycle_of(model.module)
+        self._units = _named_units(model, self._lifecycle)
+        device = next(model.module.parameters()).device
+        self._kind = stream_kind or default_kind(device)
+        self._streams: Mapping[Lane, Stream] = {
+            lane: new_stream(self._kind, lane, device=device) for lane in (Lane.COMP, Lane.COMM)
+        }
+        self._caller = CallerStream(device)
+        self._slots = [
+            MicrobatchSlot(index, model, config.num_microbatches)
+            for index in range(config.num_microbatches)
+        ]
+        self._nodes: dict[NodeKey, NodeRun] = {}
+        for slot in self._slots:
+            self._nodes.update(wire(slot, model))
+        self.plan: Final = self._build_plan(evaluate=False)
+        self._training = self._bind(self.plan)
+        self._evaluation: Program | None = None
+        self._meter = meter
+        self._traced = config.trace or meter is not None
+
+    # ---- running ------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[Any], loss_fn: LossFn) -> StepResult:
+        """Forward and backward of all microbatches; gradients are in ``.grad`` afterwards.
+
+        Args:
+            batches: one for each microbatch.
+            loss_fn: ``(output, batch) -> scalar``; divided by the number of microbatches.
+
+        Raises:
+            ValueError: another number of batches than the schedule was built for.
+            BaseException: what an action raised, unchanged but for a note with the action's word.
+                The schedule is clean again: the next step may run.
+        """
+        return self._run(self._training, batches, loss_fn)
+
+    def evaluate(self, batches: Sequence[Any], loss_fn: LossFn) -> StepResult:
+        """Forward of all microbatches, without gradients. Raises as ``step``."""
+        if self._evaluation is None:
+            self._evaluation = self._bind(self._build_plan(evaluate=True))
+        with torch.no_grad():
+            return self._run(self._evaluation, batches, loss_fn)
+
+    def abort(self) -> None:
+        """Drop the step under way: drain the streams, release all units, forget its gradients.
+
+        ``step`` calls it on its way out of a failure.
+        """
+        for stream in self._streams.values():
+            stream.synchronize()
+            stream.reset()
+        self._lifecycle.abort()
+        for node in self._nodes.values():
+            node.reset()
+        for slot in self._slots:
+            slot.clear()
+
+    def observe(self, observer: StreamObserver | None) -> None:
+        """Let ``observer`` see all lanes from now on; a traced step puts its trace in its place."""
+        for stream in self._streams.values():
+            stream.observe(observer)
+        self._lifecycle.observe(observer)
+
+    def _run(self, program: Program, batches: Sequence[Any], loss_fn: LossFn) -> StepResult:
+        if len(batches) != len(self._slots):
+            raise ValueError(
+                f"got {len(batches)} microbatches, expected {len(self._slots)}: as many as "
+                "OverlapConfig(num_microbatches=...) says"
+            )
+        trace = StepTrace() if self._traced else None
+        if trace is not None:
+            self.observe(trace)
+        if self._meter is not None:
+            self._meter.begin()
+        try:
+            for slot, batch in zip(self._slots, batches, strict=True):
+                slot.begin(batch, loss_fn)
+            self._lifecycle.begin(Driver.SCHEDULE)
+            program.run()
+            # The caller reads losses and gradients; on CPU this also brings up any failure.
+            for stream in self._streams.values():
+                self._caller.wait_stream(stream)
+            self._lifecycle.end()
+        except BaseException as error:
+            self.abort()
+            # Its frames' locals own tensors, which would live as long as the exception.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        share = None
+        if trace is not None:
+            trace.finish()
+            share = None if self._meter is None else self._meter.share(trace)
+        return StepResult(
+            losses=tuple(slot.take_loss() for slot in self._slots),
+            trace=trace,
+            hidden_share=share,
+        )
+
+    # ---- building -----------------------------------------------------------------------------
+
+    def _build_plan(self, *, evaluate: bool) -> Plan:
+        config = self.config
+        sharding = None
+        if self._lifecycle.strategy is not None:
+            sharding = Sharding(
+                strategy=Strategy(self._lifecycle.strategy),
+                max_unsharded_units=config.max_unsharded_units,
+            )
+        if config.order_text is not None and not evaluate:
+            return plan_from_words(
+                config.order_text,
+                shape=self._shape,
+                num_microbatches=config.num_microbatches,
+                sharding=sharding,
+            )
+        return build_plan(
+            shape=self._shape,
+            num_microbatches=config.num_microbatches,
+            order=config.order_name,
+            delay_wgrad=config.delay_wgrad,
+            sharding=sharding,
+            evaluate=evaluate,
+        )
+
+    def _bind(self, plan: Plan) -> Program:
+        if not plan.is_forward_only:
+            self._attach_hooks(plan)
+        return Program(
+            plan,
+            streams=self._streams,
+            nodes=self._nodes,
+            units=self._units,
+            host_waits_for_sizes=self._kind is StreamKind.CUDA,
+        )
+
+    def _attach_hooks(self, plan: Plan) -> None:
+        """The safety net before each node that reads weights, and ``seal`` after each unit's last
+        node of a microbatch."""
+        for key, node in self._nodes.items():
+            microbatch, kind, layer = key
+            name = unit_read(Compute(microbatch, Phase.FORWARD, kind, layer))
+            if name is None or name not in self._units:
+                continue
+            ensure = (self._units[name].ensure,) if self._units[name].releases else ()
+            node.pre_forward_hooks = ensure
+            node.pre_backward_hooks = (
+                partial(self._lifecycle.pre_backward, microbatch),
+                *ensure,
+            )
+        last_giver: dict[tuple[str, int], Compute] = {}
+        last_microbatch: dict[str, int] = {}
+        for action in computes_of(plan.actions):
+            if (name := unit_given(action)) in self._units:
+                last_giver[name, action.microbatch] = action
+                last_microbatch[name] = action.microbatch
+        for (name, microbatch), action in last_giver.items():
+            node = self._nodes[microbatch, action.node, action.layer]
+            is_last = microbatch == last_microbatch[name]
+            node.post_backward_hooks = (
+                partial(self._units[name].seal, microbatch, is_last=is_last),
+            )
+
+
+def _named_units(
+    model: ModelParts[Any, Any], lifecycle: RootLifecycle
+) -> Mapping[str, UnitLifecycle]:
+    """The model's units by the plan's names.
+
+    Raises:
+        ValueError: the units are not one for each layer, and the root.
+    """
+    if lifecycle.root_unit is None:
+        return {}
+    units: dict[str, UnitLifecycle] = {ROOT_UNIT: lifecycle.root_unit}
+    for index, layer in enumerate(model.layers):
+        unit = lifecycle.unit_of(layer.module)
+        if unit is None or unit is lifecycle.root_unit:
+            raise ValueError(
+                f"layer {index} ({type(layer.module).__name__}) is not a unit of its own; call "
+                "fully_shard on each layer, then on the whole model"
+            )
+        units[f"L{index}"] = unit
+    others = [unit.name for unit in lifecycle.inner_units if unit not in units.values()]
+    if others:
+        raise ValueError(
+            f"units {', '.join(others)} are neither layers nor the root; a schedule needs one "
+            "unit a layer: shard layers whole"
+        )
+    return units

@@ -1,0 +1,87 @@
+"""The public names: what they are, that they are what their home defines, that they load late."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ep_overlap
+import fsdp_hooks
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = (ep_overlap, fsdp_hooks)
+
+PUBLIC = [
+    ("ep_overlap", "OverlapConfig", "ep_overlap.config"),
+    ("ep_overlap", "OverlapSchedule", "ep_overlap.schedule"),
+    ("ep_overlap", "build_plan", "ep_overlap.plan.build"),
+    ("fsdp_hooks", "fully_shard", "fsdp_hooks.fully_shard"),
+    ("fsdp_hooks", "shard_optimizer", "fsdp_hooks.optimizer"),
+]
+
+
+@pytest.mark.parametrize(("package", "name", "home"), PUBLIC)
+def test_a_public_name_is_what_its_home_defines(package: str, name: str, home: str) -> None:
+    value = getattr(importlib.import_module(package), name)
+    assert value is getattr(importlib.import_module(home), name)
+    assert value.__module__ == home
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_the_list_of_names_is_complete(package: object) -> None:
+    name = package.__name__
+    assert sorted(package.__all__) == sorted(n for p, n, _ in PUBLIC if p == name)
+    assert set(package.__all__) <= set(dir(package))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_the_checker_and_the_loader_see_the_same_names(package: object) -> None:
+    """The imports under TYPE_CHECKING, the table of homes and ``__all__`` agree."""
+    tree = ast.parse(Path(package.__file__).read_text())
+    typed = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    homes = {name: home for p, name, home in PUBLIC if p == package.__name__}
+    assert typed == homes
+    assert homes == package._HOME
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "import fsdp_hooks.fully_shard",
+        "from fsdp_hooks.fully_shard import fully_shard as _",
+        "import importlib; importlib.import_module('fsdp_hooks.fully_shard')",
+        "from fsdp_hooks import fully_shard as _; import fsdp_hooks.fully_shard",
+        "import fsdp_hooks.optimizer",
+    ],
+)
+def test_fully_shard_is_the_function_whatever_was_imported_before(before: str) -> None:
+    """``fully_shard.py`` has the name of the function in it; a fresh process for each way in."""
+    code = (
+        f"{before}\n"
+        "from fsdp_hooks import fully_shard\n"
+        "import fsdp_hooks, fsdp_hooks.fully_shard, sys\n"
+        "module = sys.modules['fsdp_hooks.fully_shard']\n"
+        "print(fully_shard is fsdp_hooks.fully_shard is module.fully_shard,"
+        " type(fully_shard).__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("True function\n", "")
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_an_unknown_name_is_an_attribute_error(package: object) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'xyz'"):
+        _ = package.xyz

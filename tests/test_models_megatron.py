@@ -1,0 +1,312 @@
+"""megatron-core's GPTModel: its parts against its own forward, and its life on CPU."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
+from models_support import (
+    Tape,
+    differences,
+    in_one_graph,
+    parts_of,
+    random_tokens,
+    recording,
+    run_ranks,
+    undeclared,
+)
+
+from ep_overlap.models.groups import ExpertGroups, lone_expert_groups, new_expert_groups
+from ep_overlap.models.megatron import GPTBatch, GPTParts, mean_loss
+from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
+from ep_overlap.models.megatron_cpu import megatron_on_cpu
+from ep_overlap.plan.action import LayerKind
+
+SHAPES = {"one layer": (1, 1), "three layers": (3, 1), "dense between": (3, 2)}
+"""(num_layers, moe_layer_freq)"""
+
+
+def sizes(shape: str = "dense between", **changed: Any) -> MegatronSizes:
+    num_layers, moe_layer_freq = SHAPES[shape]
+    chosen = MegatronSizes(
+        num_layers=num_layers,
+        moe_layer_freq=moe_layer_freq,
+        hidden_size=32,
+        num_heads=4,
+        ffn_hidden_size=48,
+        num_experts=4,
+        topk=2,
+        seq_length=16,
+        shared_expert_ffn_hidden_size=24,
+    )
+    return dataclasses.replace(chosen, **changed)
+
+
+def gpt(chosen: MegatronSizes, groups: ExpertGroups | None = None) -> GPTParts:
+    return GPTParts(build_gpt(chosen, groups or lone_expert_groups(), seed=5))
+
+
+def batch(parts: GPTParts, seed: int) -> GPTBatch:
+    return parts.batch(*random_tokens(seed, batch_size=2, seq_length=16))
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """megatron-core on the CPU, with this process as the whole world."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with megatron_on_cpu():
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("on_cpu")
+class TestOneRank:
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_parts_in_segments_equal_forward_bit_for_bit(self, shape: str):
+        parts = gpt(sizes(shape))
+        assert differences(parts, [batch(parts, 1)], mean_loss) == []
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {},
+            {"dtype": torch.bfloat16},
+            {"shared_expert_ffn_hidden_size": None},
+            {"swiglu": False},
+            {"topk": 1, "num_experts": 2},
+        ],
+        ids=str,
+    )
+    def test_two_microbatches_in_turns_equal_one_after_the_other(self, changed: dict[str, Any]):
+        parts = gpt(sizes(**changed))
+        assert differences(parts, [batch(parts, 1), batch(parts, 2)], mean_loss) == []
+
+    def test_a_lost_residual_gradient_is_seen(self):
+        parts = gpt(sizes())
+        found = differences(parts, [batch(parts, 1)], mean_loss, loses_residual=True)
+        assert "embedding.word_embeddings.weight" in found
+        assert not any(name.startswith(("loss", "output_layer")) for name in found)
+
+    def test_evaluation_in_parts_equals_forward(self):
+        parts = gpt(sizes())
+        parts.module.eval()
+        one, tape = batch(parts, 1), Tape()
+        with torch.no_grad():
+            for _ in parts_of(parts, one, mean_loss, tape):
+                pass
+            assert torch.equal(tape.loss, mean_loss(parts.forward(one), one))
+
+    def test_layers_that_frequency_does_not_divide_are_dense(self):
+        kinds = [layer.kind for layer in gpt(sizes("dense between")).layers]
+        assert kinds == [LayerKind.MOE, LayerKind.DENSE, LayerKind.MOE]
+
+    def test_shared_experts_are_no_expert_parameters(self):
+        parts = gpt(sizes())
+        experts = set(parts.expert_parameters())
+        names = {name for name, value in parts.module.named_parameters() if value in experts}
+        assert names == {
+            f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_{matrix}.weight"
+            for layer in (0, 2)
+            for expert in range(4)
+            for matrix in ("fc1", "fc2")
+        }
+
+    def test_microbatches_share_parameters_and_nothing_else(self):
+        parts = gpt(sizes("one layer"))
+        own = parts.module.decoder.layers[0].mlp
+        first, second = (parts.begin(batch(parts, seed)).moe[0] for seed in (1, 2))
+        assert first._modules is second._modules is own._modules
+        assert first._parameters is own._parameters
+        dispatchers = {id(moe.token_dispatcher) for moe in (own, first, second)}
+        assert len(dispatchers) == 3
+
+    def test_building_leaves_the_global_generator_alone(self):
+        before = torch.get_rng_state()
+        gpt(sizes("one layer"))
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_a_batch_longer_than_the_model_is_refused(self):
+        parts = gpt(sizes("one layer"))
+        with pytest.raises(ValueError, match=r"sequences of 17 tokens; .* built for 16"):
+            parts.batch(*random_tokens(1, batch_size=1, seq_length=17))
+
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("tensor_model_parallel_size", 2),
+            ("pipeline_model_parallel_size", 2),
+            ("context_parallel_size", 2),
+            ("mtp_num_layers", 1),
+            ("hidden_dropout", 0.1),
+            ("attention_dropout", 0.1),
+            ("fp8", "e4m3"),
+            ("fp4", "e2m1"),
+            ("recompute_granularity", "selective"),
+            ("moe_token_dispatcher_type", "allgather"),
+            ("moe_shared_expert_overlap", True),
+            ("moe_expert_capacity_factor", 1.0),
+        ],
+    )
+    def test_what_the_parts_leave_out_is_refused_by_name(self, setting: str, value: object):
+        model = build_gpt(sizes("one layer"), lone_expert_groups())
+        setattr(model.config, setting, value)
+        with pytest.raises(ValueError, match=rf"cannot be cut into parts; .*: {setting}={value!r}"):
+            GPTParts(model)
+
+
+def test_a_model_without_torch_distributed_is_refused():
+    with megatron_on_cpu(), pytest.raises(RuntimeError, match="call init_process_group"):
+        build_gpt(sizes(), lone_expert_groups())
+
+
+# megatron_on_cpu
+
+
+def stand_ins() -> list[object]:
+    """The value of everything that megatron_on_cpu touches."""
+    return [
+        torch.cuda.current_device,
+        torch.cuda.Stream,
+        torch.cuda.current_stream,
+        torch.cuda.stream,
+        token_dispatcher.maybe_move_tensor_to_cpu,
+        token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream,
+        parallel_state._GLOBAL_MEMORY_BUFFER,
+        random._CUDA_RNG_STATE_TRACKER,
+        random._CUDA_RNG_STATE_TRACKER_INITIALIZED,
+    ]
+
+
+def torch_cuda() -> dict[str, int]:
+    return {name: id(value) for name, value in vars(torch.cuda).items()}
+
+
+def test_leaving_undoes_every_stand_in():
+    before, cuda_before = stand_ins(), torch_cuda()
+    with megatron_on_cpu():
+        inside = stand_ins()
+    assert all(now is not was for now, was in zip(inside, before, strict=True))
+    assert all(now is was for now, was in zip(stand_ins(), before, strict=True))
+    assert torch_cuda() == cuda_before
+
+
+def test_an_exception_undoes_every_stand_in():
+    before = stand_ins()
+    with pytest.raises(KeyError), megatron_on_cpu():
+        raise KeyError
+    assert all(now is was for now, was in zip(stand_ins(), before, strict=True))
+
+
+def test_an_inner_use_gives_the_outer_one_back():
+    with megatron_on_cpu():
+        outer = stand_ins()
+        with megatron_on_cpu():
+            pass
+        assert all(now is was for now, was in zip(stand_ins(), outer, strict=True))
+
+
+def test_a_gpu_is_refused_before_anything_changes():
+    before = stand_ins()
+    with pytest.raises(RuntimeError, match=r"a model on cuda:0 cannot run inside it"):
+        megatron_on_cpu("cuda:0").__enter__()
+    assert all(now is was for now, was in zip(stand_ins(), before, strict=True))
+
+
+def test_importing_it_imports_no_megatron():
+    source = inspect.getsource(inspect.getmodule(megatron_on_cpu))
+    assert not [line for line in source.splitlines() if line.startswith("from megatron")]
+
+
+# Two ranks: everything in one launch, as starting processes is what costs.
+
+
+def on_two_ranks(rank: int) -> dict[str, Any]:
+    groups = new_expert_groups(2)
+    found: dict[str, Any] = {}
+    with megatron_on_cpu():
+        for shape in SHAPES:
+            parts = gpt(sizes(shape), groups)
+            found[shape] = differences(parts, batches(parts, rank), mean_loss)
+        parts = gpt(sizes(dtype=torch.bfloat16), groups)
+        found["bfloat16"] = differences(parts, batches(parts, rank), mean_loss)
+        found["whole model"] = whole_model_over_ranks(gpt(sizes(), groups), rank)
+        found["starved"] = starved(gpt(sizes(topk=1), groups), rank)
+        log: list[Any] = []
+        recorded = gpt(sizes(), new_expert_groups(2, new_group=recording(log)))
+        found["undeclared"] = undeclared(recorded, batch(recorded, rank), mean_loss, log)
+    return found
+
+
+def batches(parts: GPTParts, rank: int) -> list[GPTBatch]:
+    return [batch(parts, 10 + rank), batch(parts, 20 + rank)]
+
+
+def whole_model_over_ranks(parts: GPTParts, rank: int) -> dict[str, torch.Tensor]:
+    """The gradients of the mean loss of both ranks; experts under their global index."""
+    _, grads = in_one_graph(parts, [batch(parts, 10 + rank)], mean_loss)
+    experts = set(parts.expert_parameters())
+    whole: dict[str, torch.Tensor] = {}
+    for name, parameter in parts.module.named_parameters():
+        if parameter in experts:
+            before, after = name.split(".local_experts.")
+            local, rest = after.split(".", 1)
+            whole[f"{before}.local_experts.{2 * rank + int(local)}.{rest}"] = grads[name] / 2
+        else:
+            dist.all_reduce(grads[name])
+            whole[name] = grads[name] / 2
+    return whole
+
+
+def starved(parts: GPTParts, rank: int) -> tuple[int, list[str]]:
+    """Send all tokens to experts 0 and 1; how many came to this rank, and what differs."""
+    weight = parts.module.decoder.layers[0].mlp.router.weight
+    with torch.no_grad():
+        weight[1] = -weight[0]  # one of w.x and -w.x beats the 0 of experts 2 and 3
+        weight[2:] = 0
+    state = parts.begin(batch(parts, rank))
+    parts.layers[0].attn(state, parts.pre(state))
+    num_received = int(sum(state.moe[0].token_dispatcher.output_splits))
+    return num_received, differences(parts, batches(parts, rank), mean_loss)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("which", [*SHAPES, "bfloat16"])
+def test_on_two_ranks_parts_in_turns_equal_forward(two_ranks, which: str):
+    assert [found[which] for found in two_ranks] == [[], []]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_two_ranks_are_one_process(two_ranks):
+    parts = gpt(sizes())
+    _, grads = in_one_graph(parts, [batch(parts, 10), batch(parts, 11)], mean_loss)
+    seen = set()
+    for found in two_ranks:
+        for name, grad in found["whole model"].items():
+            # float32, the finest that megatron-core's router and loss compute in.
+            tolerance = 2e-6 * grads[name].abs().max().item() / 2
+            torch.testing.assert_close(grad, grads[name] / 2, rtol=0, atol=tolerance)
+        seen |= found["whole model"].keys()
+    assert seen == grads.keys()
+
+
+def test_a_rank_that_gets_no_token_works(two_ranks):
+    (num_received, different), (num_received_1, different_1) = (
+        found["starved"] for found in two_ranks
+    )
+    assert (num_received, num_received_1) == (2 * 2 * 16, 0)
+    assert different == different_1 == []
+
+
+def test_nodes_issue_what_they_declare(two_ranks):
+    # Two MoE layers: a gather of counts, two exchanges out, one back.
+    assert [found["undeclared"] for found in two_ranks] == [([], 8), ([], 8)]
