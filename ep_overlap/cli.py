@@ -22,6 +22,7 @@ from ep_overlap.arguments import (
     TrainArguments,
     parse,
 )
+from ep_overlap.launch import LAUNCHED
 
 EXIT_FAILED: Final = 1
 EXIT_REFUSED: Final = 2
@@ -33,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, args = parse(argv)
     for problem in problems(args, os.environ):
         return _refuse(command, problem)
-    for remark in remarks(args, os.environ):
-        _say(command, f"warning: {remark}")
+    if LAUNCHED not in os.environ:  # the command that started these ranks has said so
+        for remark in remarks(args, os.environ):
+            _say(command, f"warning: {remark}")
     try:
         status = _run(args)
         sys.stdout.flush()

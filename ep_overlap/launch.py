@@ -21,8 +21,10 @@ from typing import IO, Final
 
 from ep_overlap.shaped_link import INTERFACE, ShapedLink
 
-__all__ = ["ShapedLink", "launch"]
+__all__ = ["LAUNCHED", "ShapedLink", "launch"]
 
+LAUNCHED: Final = "EP_OVERLAP_LAUNCHED"
+"""Set in the environment of the children: the parent has said what is to be said once."""
 REFUSED: Final = 2
 """Exit code for bad arguments: every rank has said the same line."""
 NUM_OUTPUT_LINES: Final = 30
@@ -95,6 +97,7 @@ def _environment(
 ) -> dict[str, str]:
     """The variables that all ranks share."""
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment[LAUNCHED] = "1"
     environment.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
     if netns is None:
         environment["MASTER_ADDR"] = "127.0.0.1"
@@ -104,6 +107,8 @@ def _environment(
         environment["MASTER_ADDR"] = netns.address(0)
         environment.setdefault("MASTER_PORT", "29500")
         environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+        # torch's store would warn that it cannot look up host names, which have no meaning there.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environment
 
 

@@ -25,7 +25,7 @@ def plan_of(args: PlanArguments | TrainArguments) -> Plan:
     order = order_of(args)
     if isinstance(order, Path):
         return plan_from_words(
-            _read(order),
+            read_order(order),
             shape=shape,
             num_microbatches=args.num_microbatches,
             sharding=sharding,
@@ -50,7 +50,12 @@ def order_of(args: PlanArguments | TrainArguments) -> OrderName | Path:
     return Path(args.order)
 
 
-def _read(path: Path) -> str:
+def read_order(path: Path) -> str:
+    """The text of an order file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

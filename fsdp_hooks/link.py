@@ -68,10 +68,10 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 
 def _foreign_bytes(tensor: Tensor, splits: Sequence[int], rank: int, size: int) -> int:
     """Bytes of ``tensor`` that belong to other ranks; ``splits`` along dim 0, empty when even."""
-    if not splits:
+    if len(splits) == 0:  # not "not splits": megatron-core passes numpy arrays
         return tensor.nbytes * (size - 1) // size
     rows = sum(splits)
-    return tensor.nbytes * (rows - splits[rank]) // rows if rows else 0
+    return int(tensor.nbytes * (rows - splits[rank]) // rows) if rows else 0
 
 
 def _one_by_one[OptionsT](

@@ -1,10 +1,12 @@
 """Optimizers over sharded parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -47,3 +49,26 @@ def _split_by_mesh(group: Mapping[str, Any]) -> list[dict[str, Any]]:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         by_mesh.setdefault(mesh, []).append(param)
     return [{**group, "params": params} for params in by_mesh.values()]
+
+
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], *, group: ProcessGroup | None = None
+) -> float:
+    """The 2-norm of all gradients together, dense and expert, each element counted once.
+
+    Collective over ``group`` (all ranks of the model; default: the world). Sums in float64.
+    """
+    squared = torch.zeros((), dtype=torch.float64)
+    for param in parameters:
+        grad = param.grad
+        if grad is None:
+            continue
+        if isinstance(grad, DTensor):
+            # A replicated gradient is whole on every rank of its mesh: the first one counts it.
+            replicated = grad.placements[0].is_replicate()
+            if replicated and grad.device_mesh.get_local_rank() != 0:
+                continue
+            grad = grad.to_local()
+        squared += grad.double().square().sum().cpu()
+    dist.all_reduce(squared, group=group)
+    return float(squared.sqrt())

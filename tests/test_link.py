@@ -84,6 +84,7 @@ def _compare_with_gloo() -> list[str]:
     everyone = list(range(dist.get_world_size()))
     link = new_link_group(everyone, name="all")
     plain = dist.new_group(everyone, backend="gloo")
+    assert isinstance(plain, dist.ProcessGroup)
     ours, theirs = _every_collective(link), _every_collective(plain)
     assert ours.keys() == theirs.keys()
     for op, tensors in theirs.items():

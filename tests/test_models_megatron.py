@@ -1,7 +1,8 @@
 """megatron-core's GPTModel: its parts against its own forward, and its life on CPU."""
 
 import dataclasses
-import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -218,9 +219,20 @@ def test_a_gpu_is_refused_before_anything_changes():
     assert all(now is was for now, was in zip(stand_ins(), before, strict=True))
 
 
-def test_importing_it_imports_no_megatron():
-    source = inspect.getsource(inspect.getmodule(megatron_on_cpu))
-    assert not [line for line in source.splitlines() if line.startswith("from megatron")]
+def test_without_megatron_core_the_import_says_how_to_install_it():
+    script = """
+import sys
+sys.modules["megatron"] = None
+import ep_overlap.models.megatron_cpu  # needs none until it is entered
+for name in ("megatron", "megatron_build"):
+    try:
+        __import__(f"ep_overlap.models.{name}")
+    except ImportError as error:
+        print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    hint = "megatron models need megatron-core 0.19: pip install 'ep-overlap[megatron]'"
+    assert (run.stdout.splitlines(), run.returncode) == ([hint, hint], 0), run.stderr
 
 
 # Two ranks: everything in one launch, as starting processes is what costs.

@@ -1,8 +1,6 @@
 """The test kit itself: recordings, order assertions, warm ranks and how their failures read."""
 
-import ctypes
 import os
-import signal
 import threading
 import time
 
@@ -174,7 +172,7 @@ def _sum_of_ranks(scale: int) -> tuple[int, int, float]:
 
 def _num_groups_after_making_one() -> int:
     dist.new_group([0, 1])
-    return len(dist.distributed_c10d._world.pg_names)
+    return len(dist.distributed_c10d._world.pg_names)  # pyright: ignore[reportPrivateUsage]
 
 
 def _raise_on_rank_1() -> None:
@@ -193,11 +191,6 @@ def _abort_on_rank_1() -> None:
         print("last words", flush=True)
         os.abort()
     dist.barrier()
-
-
-def _crash_on_rank_0() -> None:
-    if dist.get_rank() == 0:
-        ctypes.string_at(0)
 
 
 def _return_a_lambda() -> object:
@@ -255,11 +248,6 @@ def test_failures_show_every_rank_and_the_next_run_is_clean() -> None:
         assert hung.value.reports[1].state is RankState.FINISHED
         assert "1 of 2 did not finish (limit 1 s)" in str(hung.value)
 
-        with pytest.raises(RankError) as crashed:
-            pool.run(_crash_on_rank_0)
-        assert crashed.value.reports[0].detail == f"killed by {signal.SIGSEGV.name}"
-
+        assert [total for _, _, total in pool.run(_sum_of_ranks, 1)] == [1.0, 1.0]
         with pytest.raises(RankError, match="lambda"):
             pool.run(_return_a_lambda)
-
-        assert [total for _, _, total in pool.run(_sum_of_ranks, 1)] == [1.0, 1.0]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, issued
+from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.run.layer import Carry, Collective, Tokens
 
@@ -39,9 +40,7 @@ try:
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from megatron.core.typed_torch import apply_module
 except ImportError as error:
-    raise ImportError(
-        "megatron models need megatron-core 0.19: pip install 'ep-overlap[megatron]'"
-    ) from error
+    raise ImportError(INSTALL_HINT) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,17 +14,22 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import gpt_model
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
 from ep_overlap.models.groups import ExpertGroups
+from ep_overlap.models.megatron_globals import INSTALL_HINT
+
+try:
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+except ImportError as error:
+    raise ImportError(INSTALL_HINT) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@ attention forks around its dropout. ``parallel_state.initialize_model_parallel``
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from typing import Final
+
+INSTALL_HINT: Final = "megatron models need megatron-core 0.19: pip install 'ep-overlap[megatron]'"
 
 
 @contextmanager

@@ -45,16 +45,12 @@ class LinkMeter:
         by_rank: list[list[CollectiveSpan]] = [[] for _ in range(self._group.size())]
         dist.all_gather_object(by_rank, own, group=self._group)
         mine = align(by_rank, self._offsets_ns)[self._group.rank()]
-        return hidden_share(trace.waits(), [_busy(span) for span in mine if _counts(span)])
-
-
-def _counts(busy: BusySpan) -> bool:
-    return busy.span.kind in _LANE_OF
+        return hidden_share(trace.waits(), [_busy(span) for span in mine])
 
 
 def _busy(busy: BusySpan) -> Busy:
     return Busy(
-        lane=_LANE_OF[busy.span.kind],
+        lane=_LANE_OF.get(busy.span.kind),
         on_compute_lane=busy.span.thread_name in _COMPUTE_THREADS,
         interval=(busy.last_enter_ns, busy.span.exit_ns),
         skew_ns=busy.skew_ns,

@@ -59,8 +59,8 @@ class StepTrace:
 class Busy:
     """One collective, as ``hidden_share`` needs it."""
 
-    lane: Lane
-    """The lane that its kind belongs to."""
+    lane: Lane | None
+    """The lane that its kind belongs to; None: of no kind that is reported (token counts)."""
     on_compute_lane: bool
     """It ran on the compute lane itself: all of it is waited for."""
     interval: Interval
@@ -82,6 +82,16 @@ class KindShare:
         """Share that ran under compute, 0 to 1; None if there was no such communication."""
         return max(0.0, self.busy_s - self.waited_s) / self.busy_s if self.busy_s > 0 else None
 
+    @classmethod
+    def total(cls, shares: Sequence["KindShare"]) -> "KindShare":
+        """Of several steps together."""
+        return cls(
+            busy_s=sum(share.busy_s for share in shares),
+            waited_s=sum(share.waited_s for share in shares),
+            skew_s=sum(share.skew_s for share in shares),
+            num_collectives=sum(share.num_collectives for share in shares),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenShare:
@@ -90,13 +100,27 @@ class HiddenShare:
     a2a: KindShare
     ag: KindShare
     rs: KindShare
+    compute_lane_s: float
+    """What the compute lane spent in collectives and in waits for them, skew included: the step
+    without it is compute."""
 
     def as_json(self) -> dict[str, float | None]:
         return {"a2a": self.a2a.hidden, "ag": self.ag.hidden, "rs": self.rs.hidden}
 
     @property
     def comm_s(self) -> float:
+        """All communication of the step, hidden or not."""
         return self.a2a.busy_s + self.ag.busy_s + self.rs.busy_s
+
+    @classmethod
+    def total(cls, shares: Sequence["HiddenShare"]) -> "HiddenShare":
+        """Of several steps together."""
+        return cls(
+            a2a=KindShare.total([share.a2a for share in shares]),
+            ag=KindShare.total([share.ag for share in shares]),
+            rs=KindShare.total([share.rs for share in shares]),
+            compute_lane_s=sum(share.compute_lane_s for share in shares),
+        )
 
 
 class Meter(Protocol):
@@ -117,11 +141,19 @@ def hidden_share(waits: Iterable[Span], collectives: Sequence[Busy]) -> HiddenSh
     for span in waits:
         if span.blocked_by_lane is not None and span.start_ns > span.wait_ns:
             by_lane.setdefault(span.blocked_by_lane, []).append((span.wait_ns, span.start_ns))
+    inline_ns = sum(
+        _length(busy.interval) + busy.skew_ns for busy in collectives if busy.on_compute_lane
+    )
+    waited_ns = sum(_length(wait) for waits_of_lane in by_lane.values() for wait in waits_of_lane)
+
+    def share(lane: Lane) -> KindShare:
+        return _kind_share(by_lane.get(lane, []), [b for b in collectives if b.lane is lane])
+
     return HiddenShare(
-        **{
-            name: _kind_share(by_lane.get(lane, []), [b for b in collectives if b.lane is lane])
-            for name, lane in (("a2a", Lane.COMM), ("ag", Lane.AG), ("rs", Lane.RS))
-        }
+        a2a=share(Lane.COMM),
+        ag=share(Lane.AG),
+        rs=share(Lane.RS),
+        compute_lane_s=(inline_ns + waited_ns) / NS_PER_S,
     )
 
 

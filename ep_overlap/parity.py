@@ -1,0 +1,70 @@
+"""Compares a step with its baseline: losses, every gradient, every weight, on every rank."""
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ep_overlap.world import World, local_part
+
+CLOSE_TOLERANCE: Final = 1e-5
+"""Largest difference, relative to the tensor's largest entry, that counts as rounding in fp32."""
+
+
+class Parity(StrEnum):
+    """How alike two steps are."""
+
+    BITWISE = "bitwise"
+    CLOSE = "close"
+    FAILED = "failed"
+
+
+def compare(
+    losses: tuple[Sequence[Tensor], Sequence[Tensor]],
+    modules: tuple[nn.Module, nn.Module],
+    world: World,
+    *,
+    gradients: bool,
+) -> Parity:
+    """The worst of all ranks. Collective. ``gradients``: compare ``.grad``, else the weights."""
+    worst = _worst(zip(*losses, strict=True))
+    pairs = zip(*(list(module.parameters()) for module in modules), strict=True)
+    for ours, theirs in pairs:
+        if not gradients:
+            worst = max(worst, _difference(local_part(ours), local_part(theirs)))
+        elif (ours.grad is None) != (theirs.grad is None):
+            worst = float("inf")
+        elif ours.grad is not None and theirs.grad is not None:
+            worst = max(worst, _difference(local_part(ours.grad), local_part(theirs.grad)))
+    everywhere = torch.tensor(worst, dtype=torch.float64)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=world.control)
+    return classify(float(everywhere))
+
+
+def classify(difference: float) -> Parity:
+    if difference == 0.0:
+        return Parity.BITWISE
+    return Parity.CLOSE if difference <= CLOSE_TOLERANCE else Parity.FAILED
+
+
+def worse(first: Parity, second: Parity) -> Parity:
+    order = list(Parity)
+    return max(first, second, key=order.index)
+
+
+def _worst(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    return max((_difference(a, b) for a, b in pairs), default=0.0)
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """0 only if equal bit for bit; else relative to the largest entry; inf where not finite."""
+    if torch.equal(ours, theirs):
+        return 0.0
+    if ours.shape != theirs.shape:
+        return float("inf")
+    largest = theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)
+    difference = float(((ours - theirs).abs().max() / largest).item())
+    return difference if difference == difference and difference > 0 else float("inf")

@@ -1,0 +1,28 @@
+"""Writes what a run found: JSON results and Chrome traces."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ep_overlap.run.trace import ChromeTrace
+from ep_overlap.world import World
+
+
+def write_json(path: Path | None, result: Mapping[str, object]) -> None:
+    """Write a result; None: nowhere."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def write_trace(path: Path | None, chrome: ChromeTrace | None, world: World) -> None:
+    """Write all ranks' traces into one file, on rank 0. Collective; nothing without a path."""
+    if path is None or chrome is None:
+        return
+    events = [e for part in world.gathered(chrome.as_json()) for e in part["traceEvents"]]
+    if world.rank == 0:
+        spans = [event["ts"] for event in events if event["ph"] == "X"]
+        start_us = min(spans, default=0.0)
+        for event in events:
+            if event["ph"] == "X":
+                event["ts"] -= start_us
+        path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")

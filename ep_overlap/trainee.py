@@ -1,0 +1,235 @@
+"""A model in training on this rank: built, sharded, with its optimizer, stepped either way.
+
+``ScheduledStep`` runs the schedule. ``StandardStep`` is what it is compared with: the module's own
+``forward()`` and one ``loss.backward()`` per microbatch, driven by module hooks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ep_overlap.arguments import ModelFlags, ModelName, OptimizerName
+from ep_overlap.config import OverlapConfig
+from ep_overlap.data import VOCAB_SIZE
+from ep_overlap.models.groups import ExpertGroups, lone_expert_groups
+from ep_overlap.report.meter import LinkMeter
+from ep_overlap.run.layer import ModelParts
+from ep_overlap.run.trace import StepTrace
+from ep_overlap.schedule import OverlapSchedule, StepResult
+from ep_overlap.world import Meshes, World
+from fsdp_hooks.accumulation import microbatch
+from fsdp_hooks.context import Runtime
+from fsdp_hooks.fully_shard import fully_shard
+from fsdp_hooks.lifecycle import RootLifecycle, lifecycle_of
+from fsdp_hooks.link import LinkGroup
+from fsdp_hooks.link_speed import Wire
+from fsdp_hooks.link_times import CollectiveKind
+from fsdp_hooks.optimizer import shard_optimizer
+
+LossFn = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to build a trainee; equal recipes with equal seeds give equal weights."""
+
+    model: ModelName
+    sizes: ModelFlags
+    seq_length: int
+    seed: int
+    expert_parallel_size: int
+    strategy: str
+    optimizer: OptimizerName
+    lr: float
+
+
+class PartsForTraining(ModelParts[Any, Any], Protocol):
+    """What both models' parts have besides."""
+
+    def expert_parameters(self) -> Any: ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A sharded model and its optimizer."""
+
+    parts: PartsForTraining
+    loss_fn: LossFn
+    make_batch: Callable[[Tensor, Tensor], Any]
+    """``(tokens, targets)`` -> the model's batch; int64 ``[B, S]`` each."""
+    optimizer: torch.optim.Optimizer
+    links: tuple[LinkGroup, ...]
+    """Its own groups, for a meter."""
+
+    @property
+    def module(self) -> nn.Module:
+        return self.parts.module
+
+    @property
+    def lifecycle(self) -> RootLifecycle:
+        return lifecycle_of(self.module)
+
+    def meter(self, world: World) -> LinkMeter | None:
+        """None on CUDA, where link groups do not measure."""
+        return LinkMeter(self.links, world.control) if self.links else None
+
+
+def build_trainee(recipe: Recipe, world: World, meshes: Meshes) -> Trainee:
+    """Build, shard, and make the optimizer. Collective."""
+    first_link = len(world.links)
+    groups = _expert_groups(recipe.expert_parallel_size, world)
+    parts, loss_fn, make_batch = _build_parts(recipe, groups, world)
+    experts = frozenset(parts.expert_parameters())
+
+    def mesh_of(name: str, param: nn.Parameter) -> Any:
+        return meshes.expert if param in experts else meshes.dense
+
+    for layer in parts.layers:
+        fully_shard(layer.module, mesh=mesh_of, strategy=recipe.strategy)
+    fully_shard(
+        parts.module,
+        mesh=mesh_of,
+        strategy=recipe.strategy,
+        grad_divisor=world.size,
+        runtime=Runtime(new_group=_SharingGroups(world)),
+    )
+    parameters = list(parts.module.parameters())
+    if recipe.optimizer is OptimizerName.SGD:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=recipe.lr)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=recipe.lr)
+    lifecycle_of(parts.module)  # builds the root, and with it the groups of its lanes
+    return Trainee(
+        parts=parts,
+        loss_fn=loss_fn,
+        make_batch=make_batch,
+        optimizer=shard_optimizer(optimizer),
+        links=tuple(world.links[first_link:]),
+    )
+
+
+@final
+class _SharingGroups:
+    """Makes the groups of the AG and RS lanes; each lane has a wire of its own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._wires: dict[str, Wire] = {}
+
+    def __call__(self, ranks: Sequence[int], name: str) -> ProcessGroup:
+        lane = name.partition("-")[0]
+        kind = {"gather": CollectiveKind.AG, "rescue": CollectiveKind.AG}.get(
+            lane, CollectiveKind.RS
+        )
+        wire = self._wires.setdefault(lane, Wire())
+        return self._world.new_group(ranks, name=name, kind=kind, wire=wire)
+
+
+def _expert_groups(size: int, world: World) -> ExpertGroups:
+    if size == 1:
+        return lone_expert_groups()
+    first = world.rank // size * size
+    ranks = list(range(first, first + size))
+    return ExpertGroups(
+        exchange=world.new_group(ranks, name="exchange", kind=CollectiveKind.A2A, wire=None),
+        counts=world.new_group(ranks, name="counts", kind=CollectiveKind.OTHER, wire=None),
+    )
+
+
+def _build_parts(
+    recipe: Recipe, groups: ExpertGroups, world: World
+) -> tuple[PartsForTraining, LossFn, Callable[[Tensor, Tensor], Any]]:
+    sizes = recipe.sizes
+    if recipe.model is ModelName.REFERENCE:
+        from ep_overlap.models.reference import (
+            Batch,
+            MoETransformer,
+            ReferenceConfig,
+            cross_entropy,
+        )
+
+        config = ReferenceConfig(
+            num_layers=sizes.num_layers,
+            hidden_size=sizes.hidden_size,
+            num_heads=sizes.num_attention_heads,
+            ffn_hidden_size=sizes.moe_ffn_hidden_size,
+            num_experts=sizes.num_experts,
+            topk=sizes.moe_router_topk,
+            seq_length=recipe.seq_length,
+            vocab_size=VOCAB_SIZE,
+            dtype=torch.float32,
+        )
+        model = MoETransformer(config, groups, seed=recipe.seed, device=world.device)
+        return model, cross_entropy, lambda tokens, targets: Batch(tokens=tokens, targets=targets)
+    from ep_overlap.models.megatron import GPTParts, mean_loss
+    from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
+
+    parts = GPTParts(
+        build_gpt(
+            MegatronSizes(
+                num_layers=sizes.num_layers,
+                hidden_size=sizes.hidden_size,
+                num_heads=sizes.num_attention_heads,
+                ffn_hidden_size=sizes.moe_ffn_hidden_size,
+                num_experts=sizes.num_experts,
+                topk=sizes.moe_router_topk,
+                seq_length=recipe.seq_length,
+                vocab_size=VOCAB_SIZE,
+            ),
+            groups,
+            seed=recipe.seed,
+            device=world.device,
+        )
+    )
+    return parts, mean_loss, parts.batch
+
+
+class Stepper(Protocol):
+    """One way to make a step: gradients are in ``.grad`` afterwards."""
+
+    def step(self, batches: Sequence[Any]) -> StepResult: ...
+
+
+@final
+class ScheduledStep:
+    """Under a schedule."""
+
+    def __init__(self, trainee: Trainee, config: OverlapConfig, world: World) -> None:
+        self._loss_fn = trainee.loss_fn
+        self.schedule = OverlapSchedule(trainee.parts, config, meter=trainee.meter(world))
+
+    def step(self, batches: Sequence[Any]) -> StepResult:
+        return self.schedule.step(batches, self._loss_fn)
+
+
+@final
+class StandardStep:
+    """The module's own forward and one backward per microbatch: the baseline."""
+
+    def __init__(self, trainee: Trainee, num_microbatches: int, world: World) -> None:
+        self._trainee = trainee
+        self._num_microbatches = num_microbatches
+        self._meter = trainee.meter(world)
+
+    def step(self, batches: Sequence[Any]) -> StepResult:
+        trainee, trace = self._trainee, StepTrace()
+        trainee.lifecycle.observe(trace)
+        if self._meter is not None:
+            self._meter.begin()
+        losses: list[Tensor] = []
+        for index, batch in enumerate(batches):
+            with microbatch(trainee.module, is_last=index == len(batches) - 1):
+                loss = trainee.loss_fn(trainee.parts.forward(batch), batch)
+                losses.append(loss.detach())
+                (loss / self._num_microbatches).backward()
+        trace.finish()
+        return StepResult(
+            losses=tuple(losses),
+            trace=trace,
+            hidden_share=None if self._meter is None else self._meter.share(trace),
+        )
