@@ -16,7 +16,7 @@ $(BIN)/ep-overlap bench --trace out/bench_trace.json
 $(BIN)/ep-overlap timeline out/bench_trace.json -o out/timeline.html
 endef
 
-.PHONY: install test lint demo clean
+.PHONY: install test lint style types demo clean
 
 install: $(STAMP)
 
@@ -31,9 +31,13 @@ $(STAMP): $(SETUP) scripts/find_python.sh
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/pyright
 
 demo: $(STAMP)

@@ -207,6 +207,17 @@ class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlag
         metavar="KIND:RATE",
     )
     rounds: int = _flag(7, "rounds, each one step of off, plain and paired")
+    lr: float = _flag(1e-3, "learning rate: the variants train on the bytes of a text")
+    optimizer: OptimizerName = _flag(OptimizerName.ADAMW, "optimizer of torch.optim")
+    host_overhead: bool = _flag(
+        False, "measure what the schedule itself costs the host instead; needs no ranks"
+    )
+    # Sizes for which communication at the default rate is about 60% of compute on one core a rank.
+    hidden_size: int = _flag(256, "width of the residual stream")
+    num_attention_heads: int = _flag(8, "attention heads")
+    moe_ffn_hidden_size: int = _flag(512, "hidden width of an expert")
+    seq_length: int = _flag(256, "tokens of a sequence")
+    num_microbatches: int = _flag(8, "microbatches of a step, per rank")
 
 
 @dataclass(frozen=True, kw_only=True)

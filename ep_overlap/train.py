@@ -193,7 +193,7 @@ def _iterate(
     trainee.optimizer.zero_grad()
     start_s = perf_counter()
     result = stepper.step([trainee.make_batch(tokens, targets) for tokens, targets in pairs])
-    step_time_s = perf_counter() - start_s
+    step_time_s = perf_counter() - start_s if result.trace is None else result.trace.duration_s
     if baseline is not None:
         baseline.step(pairs, result.losses)
     norm = global_grad_norm(trainee.module.parameters(), group=world.control)

@@ -224,7 +224,7 @@ class StandardStep:
         losses: list[Tensor] = []
         for index, batch in enumerate(batches):
             with microbatch(trainee.module, is_last=index == len(batches) - 1):
-                loss = trainee.loss_fn(trainee.parts.forward(batch), batch)
+                loss = trainee.loss_fn(trainee.parts.whole(batch), batch)
                 losses.append(loss.detach())
                 (loss / self._num_microbatches).backward()
         trace.finish()

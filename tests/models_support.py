@@ -102,7 +102,7 @@ def in_one_graph(
     parts.module.zero_grad(set_to_none=True)
     losses = []
     for batch in batches:
-        loss = loss_fn(parts.forward(batch), batch)
+        loss = loss_fn(parts.whole(batch), batch)
         loss.backward()
         losses.append(loss.detach())
     return losses, gradients(parts.module)

@@ -101,7 +101,7 @@ class TestOneRank:
         with torch.no_grad():
             for _ in parts_of(parts, one, mean_loss, tape):
                 pass
-            assert torch.equal(tape.loss, mean_loss(parts.forward(one), one))
+            assert torch.equal(tape.loss, mean_loss(parts.whole(one), one))
 
     def test_layers_that_frequency_does_not_divide_are_dense(self):
         kinds = [layer.kind for layer in gpt(sizes("dense between")).layers]

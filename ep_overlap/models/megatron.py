@@ -263,8 +263,8 @@ class GPTParts:
             rotary_pos_sin=None,
         )
 
-    def forward(self, batch: GPTBatch) -> Tensor:
-        """The GPTModel's own forward: the loss of each token, ``[B, S]`` float32."""
+    def whole(self, batch: GPTBatch) -> Tensor:
+        """Call the GPTModel: the loss of each token, ``[B, S]`` float32."""
         return self._model(
             batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.targets
         )

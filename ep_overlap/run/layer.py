@@ -42,7 +42,10 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective that a node's forward issues; its backward issues as many on the same group."""
+    """A collective that a node's forward issues.
+
+    An exchange's backward issues its reverse on the same group; a gather of counts has none.
+    """
 
     group: ProcessGroup
     op: str
@@ -125,6 +128,6 @@ class ModelParts[BatchT, StateT](Protocol):
         """Final norm and output layer (and the loss, where the model computes it)."""
         ...
 
-    def forward(self, batch: BatchT) -> Tensor:
-        """The module's own ``forward()``: what the schedule's results are compared with."""
+    def whole(self, batch: BatchT) -> Tensor:
+        """Call the module itself, hooks and all: what the schedule's results are compared with."""
         ...

@@ -50,6 +50,11 @@ class StepTrace:
     def finish(self) -> None:
         self.end_ns = perf_counter_ns()
 
+    @property
+    def duration_s(self) -> float:
+        """The step, without what measuring it took afterwards."""
+        return (self.end_ns - self.begin_ns) / NS_PER_S
+
     def waits(self) -> Iterable[Span]:
         """The compute lane's waits for other lanes."""
         return (s for s in self.spans if s.lane == Lane.COMP and s.blocked_by_lane is not None)

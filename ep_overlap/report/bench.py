@@ -1,0 +1,239 @@
+"""``ep-overlap bench``: off, plain and paired on one link, alternating in one process.
+
+Each variant is a model of its own, from the same seed, trained on the same text: equal losses say
+that they did the same work. A round is one step of each. All figures are medians over rounds.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, Final, final
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ep_overlap.arguments import BenchArguments
+from ep_overlap.config import OverlapConfig
+from ep_overlap.data import ByteBatches, load_bytes
+from ep_overlap.launch import launch
+from ep_overlap.plan.order import OrderName
+from ep_overlap.report.results import write_json, write_trace
+from ep_overlap.run.trace import ChromeTrace, HiddenShare
+from ep_overlap.shaped_link import ShapedLink
+from ep_overlap.train import model_environment, own_command, recipe_of, running
+from ep_overlap.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
+from ep_overlap.world import Meshes, World, choose_device, open_world
+from fsdp_hooks.link_speed import LinkSpeed, parse_rate
+
+OFF: Final = "off"
+VARIANTS: Final = (OFF, str(OrderName.PLAIN), str(OrderName.PAIRED))
+NUM_WARMUP_ROUNDS: Final = 1
+LATENCY_S: Final = 50e-6
+"""Of a paced link: a data-centre network's, with its switches and host stacks."""
+
+
+def run(args: BenchArguments) -> int:
+    """Be a rank, or start the ranks. Returns the exit status.
+
+    Raises:
+        ValueError: what can be found wrong only here: no GPU, no root for a shaped link.
+    """
+    if args.host_overhead:
+        return _host_overhead(args)
+    kind, _, rate = args.link.partition(":")
+    if "RANK" not in os.environ:
+        choose_device(args.device)
+        with ExitStack() as stack:
+            link = None
+            if kind == "shaped":
+                link = stack.enter_context(ShapedLink(num_ranks=args.nproc, rate=rate))
+            return launch(own_command(), nproc=args.nproc, netns=link)
+    speed = None
+    if kind == "paced":
+        speed = LinkSpeed(bytes_per_s=parse_rate(rate), latency_s=LATENCY_S)
+    with open_world(args.device, speed=speed) as world, model_environment(args.model, world):
+        bench = _Bench(args, world)
+        with running():
+            for round_number in track(
+                range(NUM_WARMUP_ROUNDS + args.rounds),
+                description=f"{args.model} on {args.link}",
+                console=Console(stderr=True, quiet=world.rank != 0),
+                transient=True,
+            ):
+                bench.round(round_number)
+        result = bench.result()
+        write_trace(args.trace, bench.chrome, world)
+        if world.rank == 0:
+            write_json(args.json, result)
+            Console().print(table(result))
+    return 0
+
+
+def _host_overhead(args: BenchArguments) -> int:
+    from ep_overlap.report import host_overhead
+
+    measured = host_overhead.measure()
+    write_json(args.json, host_overhead.as_json(measured))
+    Console().print(host_overhead.table(measured))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    trainee: Trainee
+    stepper: Stepper
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    """One step of one variant."""
+
+    step_time_s: float
+    """Of the slowest rank."""
+    compute_s: float
+    """The step less what the compute lane spent in and waiting for collectives; mean of ranks."""
+    share: HiddenShare | None
+    loss: float
+
+
+@final
+class _Bench:
+    """All variants on this rank."""
+
+    def __init__(self, args: BenchArguments, world: World) -> None:
+        self._args = args
+        self._world = world
+        self._data = ByteBatches(
+            tokens=load_bytes(None),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            seed=args.seed,
+            rank=world.rank,
+            num_ranks=world.size,
+        )
+        recipe = recipe_of(args, lr=args.lr, optimizer=args.optimizer)
+        meshes = Meshes.of(world, recipe.expert_parallel_size)
+        self._variants: dict[str, _Variant] = {}
+        for name in VARIANTS:
+            trainee = build_trainee(recipe, world, meshes)
+            self._variants[name] = _Variant(trainee=trainee, stepper=self._stepper(name, trainee))
+        self._samples: dict[str, list[_Sample]] = {name: [] for name in VARIANTS}
+        self.chrome = None if args.trace is None else ChromeTrace(rank=world.rank, origin_ns=0)
+
+    def _stepper(self, name: str, trainee: Trainee) -> Stepper:
+        num_microbatches = self._args.num_microbatches
+        if name == OFF:
+            return StandardStep(trainee, num_microbatches, self._world)
+        config = OverlapConfig(
+            num_microbatches=num_microbatches,
+            order=name,
+            max_unsharded_units=self._args.max_unsharded_units,
+        )
+        return ScheduledStep(trainee, config, self._world)
+
+    def round(self, number: int) -> None:
+        """One step of each variant, on the same data."""
+        pairs = self._data.microbatches(number, self._args.num_microbatches)
+        pairs = [(a.to(self._world.device), b.to(self._world.device)) for a, b in pairs]
+        for name, variant in self._variants.items():
+            sample = self._sample(variant, name, pairs, number)
+            if number >= NUM_WARMUP_ROUNDS:
+                self._samples[name].append(sample)
+
+    def _sample(
+        self,
+        variant: _Variant,
+        name: str,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        number: int,
+    ) -> _Sample:
+        world, trainee = self._world, variant.trainee
+        trainee.optimizer.zero_grad()
+        batches = [trainee.make_batch(*pair) for pair in pairs]
+        world.gathered(None)  # start together: what comes before is no part of the step
+        start_s = perf_counter()
+        result = variant.stepper.step(batches)
+        elapsed_s = perf_counter() - start_s if result.trace is None else result.trace.duration_s
+        trainee.optimizer.step()
+        share = result.hidden_share
+        waited_s = share.compute_lane_s if share is not None else 0.0
+        loss, compute_s = world.mean(
+            [float(torch.stack(result.losses).mean()), elapsed_s - waited_s]
+        )
+        if self.chrome is not None and name == VARIANTS[-1] and result.trace is not None:
+            self.chrome.add(result.trace, step=number)
+        return _Sample(
+            step_time_s=max(world.gathered(elapsed_s)),
+            compute_s=compute_s,
+            share=share,
+            loss=loss,
+        )
+
+    def result(self) -> dict[str, Any]:
+        """What was found, as JSON has it; shares are those of all ranks together. Collective."""
+        variants = {name: self._variant_result(samples) for name, samples in self._samples.items()}
+        default = variants[VARIANTS[-1]]
+        return {
+            "link": self._args.link,
+            "model": str(self._args.model),
+            "strategy": str(self._args.data_parallel_sharding_strategy),
+            "num_ranks": self._world.size,
+            "rounds": self._args.rounds,
+            "variants": variants,
+            "compute_s": variants[OFF]["compute_s"],
+            "comm_s": default["comm_s"],
+            "hidden_share": default["hidden_share"],
+        }
+
+    def _variant_result(self, samples: Sequence[_Sample]) -> dict[str, Any]:
+        shares = [s.share for s in samples if s.share is not None]
+        everywhere = [share for of_rank in self._world.gathered(shares) for share in of_rank]
+        return {
+            "step_time_s": median(s.step_time_s for s in samples),
+            "compute_s": median(s.compute_s for s in samples),
+            "comm_s": median(s.comm_s for s in shares) if shares else None,
+            "hidden_share": HiddenShare.total(everywhere).as_json() if shares else None,
+            "first_loss": samples[0].loss,
+            "last_loss": samples[-1].loss,
+        }
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """The result for people."""
+    off_s = result["variants"][OFF]["step_time_s"]
+    bound_s = max(result["compute_s"], result["comm_s"] or 0.0)
+    shown = Table(
+        title=f"{result['model']}, {result['num_ranks']} ranks, {result['link']}, "
+        f"{result['strategy']}, median of {result['rounds']}",
+        caption=f"compute alone {_ms(result['compute_s'])}, communication alone "
+        f"{_ms(result['comm_s'])}; no order can be faster than the longer of the two",
+    )
+    shown.add_column("overlap")
+    columns = ("step ms", "against off", "against bound", "A2A hidden", "AG hidden", "RS hidden",
+               "loss")  # fmt: skip
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for name, variant in result["variants"].items():
+        shares = variant["hidden_share"] or {}
+        shown.add_row(
+            name,
+            f"{variant['step_time_s'] * 1e3:.0f}",
+            f"{variant['step_time_s'] / off_s:.2f}x",
+            f"{variant['step_time_s'] / bound_s:.2f}x",
+            *(_percent(shares.get(kind)) for kind in ("a2a", "ag", "rs")),
+            f"{variant['first_loss']:.2f} -> {variant['last_loss']:.2f}",
+        )
+    return shown
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e3:.0f} ms"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
