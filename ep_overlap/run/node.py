@@ -19,6 +19,7 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 Bundle = tuple[Tensor | None, ...]
 """A hand-off's value: a named tuple such as ``Tokens``; None where an optional field is absent."""
@@ -63,17 +64,16 @@ class HandOff:
             self._sent = ()  # no backward will come for it
             return sent
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in sent]
-        received: Bundle = type(sent)(*leaves)
-        self._received = received
+        self._received = received = type(sent)(*leaves)
         return received
 
-    def roots(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
+    def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
         """Add what was sent, with the gradients that came back, and let go of both."""
         for sent, received in zip(self._sent, self._received, strict=True):
-            if sent is not None and received is not None and received.grad is not None:
+            if received is not None and (grad := received.grad) is not None:
                 roots.append(sent)
-                grads.append(received.grad)
-        self.clear()
+                grads.append(grad)
+        self._sent = self._received = ()
 
     def clear(self) -> None:
         self._sent = ()
@@ -92,11 +92,12 @@ class LossEnd:
     def send(self, bundle: Bundle) -> None:
         self._loss = bundle[0]
 
-    def roots(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
-        if self._loss is not None:
-            roots.append(self._loss)
-            grads.append(None)
-        self.clear()
+    def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+        """Add the loss, with its own gradient, and let go of it."""
+        assert self._loss is not None, "the loss is sent before its backward"
+        roots.append(self._loss)
+        grads.append(torch.ones_like(self._loss))
+        self._loss = None
 
     def clear(self) -> None:
         self._loss = None
@@ -176,11 +177,11 @@ class NodeRun:
         for hook in self.pre_backward_hooks:
             hook()
         roots: list[Tensor] = []
-        grads: list[Tensor | None] = []
+        grads: list[Tensor] = []
         for outlet in self._outlets:
             outlet.roots(roots, grads)
         if roots:
-            torch.autograd.backward(roots, grads)
+            _run_backward(roots, grads)
         self._state = NodeState.IDLE
         for hook in self.post_backward_hooks:
             hook()
@@ -196,3 +197,20 @@ class NodeRun:
             f"{call} of {self.name}: its state is {self._state.value!r}, expected "
             f"{expected.value!r}. Run each node's forward once, then its backward once"
         )
+
+
+def _run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward(roots, grads)`` without its checks of shapes.
+
+    They cost as much as the engine's own work on a small node, and compare each gradient with the
+    tensor whose leaf it was left on. ``ScheduleNode`` calls the engine in the same way.
+    """
+    Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(grads),
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

@@ -5,7 +5,6 @@ work, which events. A step is then one loop over tuples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -18,15 +17,6 @@ from fsdp_hooks.streams import Event, Stream, completed
 
 Launch = Callable[..., Event]
 """``launch(after=events)`` issues one action and returns the event of its completion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One action, ready to issue."""
-
-    word: str
-    launch: Launch
-    waits: tuple[int, ...]
 
 
 @final
@@ -53,27 +43,24 @@ class Program:
     ) -> None:
         self.plan = plan
         awaited = frozenset(index for waits in plan.waits for index in waits)
-        self._steps = tuple(
-            Step(
-                word=str(action),
-                launch=self._launch_of(
-                    action,
-                    streams=streams,
-                    nodes=nodes,
-                    units=units,
-                    record=index in awaited,
-                    host_waits_for_sizes=host_waits_for_sizes,
-                ),
-                waits=waits,
+        launches = (
+            self._launch_of(
+                action,
+                streams=streams,
+                nodes=nodes,
+                units=units,
+                record=index in awaited,
+                host_waits_for_sizes=host_waits_for_sizes,
             )
-            for index, (action, waits) in enumerate(zip(plan.actions, plan.waits, strict=True))
+            for index, action in enumerate(plan.actions)
         )
+        self._steps = tuple(zip(launches, plan.waits, strict=True))
 
     def run(self) -> None:
         """Issue every action in order. Returns when all are issued, not when they are done."""
         events: list[Event] = []
-        for step in self._steps:
-            events.append(step.launch(after=[events[index] for index in step.waits]))
+        for launch, waits in self._steps:
+            events.append(launch(after=[events[index] for index in waits] if waits else ()))
 
     @staticmethod
     def _launch_of(
