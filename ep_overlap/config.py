@@ -39,7 +39,9 @@ class OverlapConfig:
         if self.order is not None and self.order_text is not None:
             raise ValueError("order and order_text exclude each other; give one of them")
         if not self.overlap and (self.order_text or self.order not in (None, OrderName.SERIAL)):
-            raise ValueError(f"order {self.order!r} needs overlap; set overlap=True or leave it out")
+            raise ValueError(
+                f"order {self.order!r} needs overlap; set overlap=True or leave it out"
+            )
 
     @property
     def order_name(self) -> OrderName:
@@ -54,5 +56,7 @@ class OverlapConfig:
             paired = self.num_microbatches >= PAIRED_FROM_MICROBATCHES
             return OrderName.PAIRED if paired else OrderName.PLAIN
         if self.order not in list(OrderName):
-            raise ValueError(f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}")
+            raise ValueError(
+                f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}"
+            )
         return OrderName(self.order)

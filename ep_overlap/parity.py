@@ -45,12 +45,14 @@ def compare(
 
 
 def classify(difference: float) -> Parity:
+    """What a largest relative difference amounts to; only 0 is bitwise."""
     if difference == 0.0:
         return Parity.BITWISE
     return Parity.CLOSE if difference <= CLOSE_TOLERANCE else Parity.FAILED
 
 
 def worse(first: Parity, second: Parity) -> Parity:
+    """The less alike of two."""
     order = list(Parity)
     return max(first, second, key=order.index)
 

@@ -235,7 +235,8 @@ class OverlapSchedule:
         last_giver: dict[tuple[str, int], Compute] = {}
         last_microbatch: dict[str, int] = {}
         for action in computes_of(plan.actions):
-            if (name := unit_given(action)) in self._units:
+            name = unit_given(action)
+            if name is not None and name in self._units:
                 last_giver[name, action.microbatch] = action
                 last_microbatch[name] = action.microbatch
         for (name, microbatch), action in last_giver.items():

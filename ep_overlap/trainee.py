@@ -4,7 +4,7 @@
 ``forward()`` and one ``loss.backward()`` per microbatch, driven by module hooks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -50,7 +50,9 @@ class Recipe:
 class PartsForTraining(ModelParts[Any, Any], Protocol):
     """What both models' parts have besides."""
 
-    def expert_parameters(self) -> Any: ...
+    def expert_parameters(self) -> Iterable[nn.Parameter]:
+        """Parameters that belong to one expert."""
+        ...
 
 
 @final
@@ -68,10 +70,12 @@ class Trainee:
 
     @property
     def module(self) -> nn.Module:
+        """The whole model."""
         return self.parts.module
 
     @property
     def lifecycle(self) -> RootLifecycle:
+        """Of the whole model."""
         return lifecycle_of(self.module)
 
     def meter(self, world: World) -> LinkMeter | None:
@@ -192,7 +196,9 @@ def _build_parts(
 class Stepper(Protocol):
     """One way to make a step: gradients are in ``.grad`` afterwards."""
 
-    def step(self, batches: Sequence[Any]) -> StepResult: ...
+    def step(self, batches: Sequence[Any]) -> StepResult:
+        """Forward and backward of all microbatches."""
+        ...
 
 
 @final
@@ -204,6 +210,7 @@ class ScheduledStep:
         self.schedule = OverlapSchedule(trainee.parts, config, meter=trainee.meter(world))
 
     def step(self, batches: Sequence[Any]) -> StepResult:
+        """See ``Stepper``."""
         return self.schedule.step(batches, self._loss_fn)
 
 
@@ -217,6 +224,7 @@ class StandardStep:
         self._meter = trainee.meter(world)
 
     def step(self, batches: Sequence[Any]) -> StepResult:
+        """See ``Stepper``."""
         trainee, trace = self._trainee, StepTrace()
         trainee.lifecycle.observe(trace)
         if self._meter is not None:

@@ -5,7 +5,7 @@ model gets groups of its own, because a process group belongs to one stream.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ep_overlap.arguments import DeviceChoice
+from fsdp_hooks.collectives import new_torch_group
 from fsdp_hooks.link import LinkGroup, new_link_group
 from fsdp_hooks.link_speed import LinkSpeed, Wire
 from fsdp_hooks.link_times import CollectiveKind
@@ -46,7 +47,7 @@ class World:
     ) -> ProcessGroup:
         """A group for one lane; only its members call."""
         if self.device.type == "cuda":
-            return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+            return new_torch_group(ranks, name)
         link = new_link_group(
             ranks,
             name=name,
@@ -72,7 +73,7 @@ class World:
 
 
 @contextmanager
-def open_world(device: DeviceChoice, *, speed: LinkSpeed | None) -> Iterator[World]:
+def open_world(device: DeviceChoice, *, speed: LinkSpeed | None) -> Generator[World]:
     """Join the run's ranks (environment as torchrun sets it) until the block ends.
 
     Raises:
@@ -92,7 +93,7 @@ def open_world(device: DeviceChoice, *, speed: LinkSpeed | None) -> Iterator[Wor
             size=dist.get_world_size(),
             device=chosen,
             speed=speed,
-            control=dist.new_group(backend="gloo", group_desc="control"),
+            control=new_torch_group(range(dist.get_world_size()), "control", backend="gloo"),
         )
 
 
@@ -132,8 +133,7 @@ class Meshes:
 
 
 def _mesh(world: World, ranks: list[int], name: str) -> DeviceMesh:
-    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mesh-{name}")
-    return DeviceMesh.from_group(group, world.device.type)
+    return DeviceMesh.from_group(new_torch_group(ranks, f"mesh-{name}"), world.device.type)
 
 
 def local_part(tensor: Tensor | nn.Parameter) -> Tensor:

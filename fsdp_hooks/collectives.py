@@ -63,6 +63,12 @@ class GroupCommunicator:
         dist.all_reduce(tensor, group=self._group)
 
 
-def new_torch_group(ranks: Sequence[int], name: str) -> ProcessGroup:
-    """A plain process group of the world's default backend."""
-    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+def new_torch_group(
+    ranks: Sequence[int], name: str, *, backend: str | None = None
+) -> ProcessGroup:
+    """A plain process group; called by its members only. ``backend``: default the world's."""
+    group = dist.new_group(
+        list(ranks), backend=backend, use_local_synchronization=True, group_desc=name
+    )
+    assert isinstance(group, ProcessGroup), f"rank is not in {list(ranks)}"
+    return group

@@ -24,8 +24,8 @@ from ep_overlap.launch import launch
 from ep_overlap.plan.order import OrderName
 from ep_overlap.report.results import write_json, write_trace
 from ep_overlap.run.trace import ChromeTrace, HiddenShare
+from ep_overlap.running import model_environment, own_command, recipe_of, running
 from ep_overlap.shaped_link import ShapedLink
-from ep_overlap.train import model_environment, own_command, recipe_of, running
 from ep_overlap.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
 from ep_overlap.world import Meshes, World, choose_device, open_world
 from fsdp_hooks.link_speed import LinkSpeed, parse_rate
@@ -116,7 +116,7 @@ class _Bench:
             rank=world.rank,
             num_ranks=world.size,
         )
-        recipe = recipe_of(args, lr=args.lr, optimizer=args.optimizer)
+        recipe = recipe_of(args)
         meshes = Meshes.of(world, recipe.expert_parallel_size)
         self._variants: dict[str, _Variant] = {}
         for name in VARIANTS:
@@ -207,17 +207,17 @@ def table(result: Mapping[str, Any]) -> Table:
     """The result for people."""
     off_s = result["variants"][OFF]["step_time_s"]
     bound_s = max(result["compute_s"], result["comm_s"] or 0.0)
+    kinds = [kind for kind, share in result["hidden_share"].items() if share is not None]
     shown = Table(
         title=f"{result['model']}, {result['num_ranks']} ranks, {result['link']}, "
-        f"{result['strategy']}, median of {result['rounds']}",
+        f"{result['strategy']}, median of {result['rounds']} rounds",
         caption=f"compute alone {_ms(result['compute_s'])}, communication alone "
-        f"{_ms(result['comm_s'])}; no order can be faster than the longer of the two",
+        f"{_ms(result['comm_s'])}: no order can be faster than the longer of the two, the bound",
     )
     shown.add_column("overlap")
-    columns = ("step ms", "against off", "against bound", "A2A hidden", "AG hidden", "RS hidden",
-               "loss")  # fmt: skip
+    columns = ("step ms", "/ off", "/ bound", *(f"{kind} hidden" for kind in kinds), "loss")
     for column in columns:
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", no_wrap=True)
     for name, variant in result["variants"].items():
         shares = variant["hidden_share"] or {}
         shown.add_row(
@@ -225,7 +225,7 @@ def table(result: Mapping[str, Any]) -> Table:
             f"{variant['step_time_s'] * 1e3:.0f}",
             f"{variant['step_time_s'] / off_s:.2f}x",
             f"{variant['step_time_s'] / bound_s:.2f}x",
-            *(_percent(shares.get(kind)) for kind in ("a2a", "ag", "rs")),
+            *(_percent(shares.get(kind)) for kind in kinds),
             f"{variant['first_loss']:.2f} -> {variant['last_loss']:.2f}",
         )
     return shown

@@ -37,10 +37,12 @@ class LinkMeter:
         self._offsets_ns = offsets
 
     def begin(self) -> None:
+        """A step begins: clear the logs."""
         for link in self._links:
             link.log = []
 
     def share(self, trace: StepTrace) -> HiddenShare:
+        """Of this rank. Collective: what was busy depends on when the last rank entered."""
         own = [span for link in self._links for span in link.log or ()]
         by_rank: list[list[CollectiveSpan]] = [[] for _ in range(self._group.size())]
         dist.all_gather_object(by_rank, own, group=self._group)

@@ -64,13 +64,14 @@ class HandOff:
             self._sent = ()  # no backward will come for it
             return sent
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in sent]
-        self._received = received = type(sent)(*leaves)
+        # A named tuple's class takes its fields one by one.
+        self._received = received = type(sent)(*leaves)  # pyright: ignore[reportArgumentType]
         return received
 
     def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
         """Add what was sent, with the gradients that came back, and let go of both."""
         for sent, received in zip(self._sent, self._received, strict=True):
-            if received is not None and (grad := received.grad) is not None:
+            if sent is not None and received is not None and (grad := received.grad) is not None:
                 roots.append(sent)
                 grads.append(grad)
         self._sent = self._received = ()
@@ -205,7 +206,7 @@ def _run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     They cost as much as the engine's own work on a small node, and compare each gradient with the
     tensor whose leaf it was left on. ``ScheduleNode`` calls the engine in the same way.
     """
-    Variable._execution_engine.run_backward(
+    Variable._execution_engine.run_backward(  # pyright: ignore[reportPrivateUsage]
         tuple(roots),
         tuple(grads),
         False,  # keep_graph

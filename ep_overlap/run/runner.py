@@ -16,7 +16,8 @@ from fsdp_hooks.lifecycle import UnitLifecycle
 from fsdp_hooks.streams import Event, Stream, completed
 
 Launch = Callable[..., Event]
-"""``launch(after=events)`` issues one action and returns the event of its completion."""
+"""``launch(after=events)`` issues one action and returns the event of its completion; without
+events to wait for, ``launch()``."""
 
 
 @final
@@ -60,7 +61,7 @@ class Program:
         """Issue every action in order. Returns when all are issued, not when they are done."""
         events: list[Event] = []
         for launch, waits in self._steps:
-            events.append(launch(after=[events[index] for index in waits] if waits else ()))
+            events.append(launch(after=[events[index] for index in waits]) if waits else launch())
 
     @staticmethod
     def _launch_of(
@@ -90,14 +91,14 @@ class Program:
                 return _wait_on_host if host_waits_for_sizes else _nothing_to_wait_for
 
 
-def _wait_on_host(*, after: Sequence[Event]) -> Event:
+def _wait_on_host(*, after: Sequence[Event] = ()) -> Event:
     # Protects the launch of dispatch: its buffers are sized by what attn computed.
     for event in after:
         event.wait()
     return _DONE
 
 
-def _nothing_to_wait_for(*, after: Sequence[Event]) -> Event:
+def _nothing_to_wait_for(*, after: Sequence[Event] = ()) -> Event:
     return _DONE
 
 

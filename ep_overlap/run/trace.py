@@ -42,12 +42,15 @@ class StepTrace:
         """In order of completion; in execution order within a lane."""
 
     def on_issue(self, lane: str, word: str) -> None:
+        """See ``StreamObserver``."""
         self.issued.append((lane, word))
 
     def on_span(self, span: Span) -> None:
+        """See ``StreamObserver``."""
         self.spans.append(span)
 
     def finish(self) -> None:
+        """The step is over."""
         self.end_ns = perf_counter_ns()
 
     @property
@@ -110,6 +113,7 @@ class HiddenShare:
     without it is compute."""
 
     def as_json(self) -> dict[str, float | None]:
+        """The shares alone."""
         return {"a2a": self.a2a.hidden, "ag": self.ag.hidden, "rs": self.rs.hidden}
 
     @property
@@ -192,7 +196,7 @@ def _overlap_ns(first: Iterable[Interval], second: Iterable[Interval]) -> int:
     return total_ns
 
 
-# ---- Chrome trace ---------------------------------------------------------------------------------
+# ---- Chrome trace --------------------------------------------------------------------------
 
 _LANES: Final = (Lane.COMP, Lane.COMM, Lane.AG, Lane.RS)
 _CATEGORY: Final[Mapping[UnitOp, str]] = {
@@ -215,23 +219,24 @@ class ChromeTrace:
         """Add a step's spans."""
         for span in trace.spans:
             if span.blocked_on is not None and span.start_ns > span.wait_ns:
-                self._event(f"wait for {span.blocked_on}", "wait", span.lane, span.wait_ns,
-                            span.start_ns, {"step": step, "for": span.blocked_on})  # fmt: skip
+                waited = (span.wait_ns, span.start_ns)
+                name = f"wait for {span.blocked_on}"
+                self._event(name, "wait", span.lane, waited, {"step": step})
             category, phase = _kind_of(span.word)
             if category is not None:
-                self._event(span.word, category, span.lane, span.start_ns, span.end_ns,
-                            {"step": step, "phase": phase})  # fmt: skip
+                ran = (span.start_ns, span.end_ns)
+                self._event(span.word, category, span.lane, ran, {"step": step, "phase": phase})
 
     def _event(
-        self, name: str, category: str, lane: str, start_ns: int, end_ns: int, args: dict[str, Any]
+        self, name: str, category: str, lane: str, interval: Interval, args: dict[str, Any]
     ) -> None:
         self.events.append(
             {
                 "name": name,
                 "cat": category,
                 "ph": "X",
-                "ts": (start_ns - self.origin_ns) / NS_PER_US,
-                "dur": (end_ns - start_ns) / NS_PER_US,
+                "ts": (interval[0] - self.origin_ns) / NS_PER_US,
+                "dur": _length(interval) / NS_PER_US,
                 "pid": self.rank,
                 "tid": _LANES.index(Lane(lane)),
                 "args": args,
