@@ -13,7 +13,7 @@ class OverlapConfig:
     """Options of an ``OverlapSchedule``.
 
     Raises:
-        ValueError: an option is out of range, or not built yet.
+        ValueError: an option is unknown, out of range, or not built yet.
     """
 
     num_microbatches: int
@@ -38,6 +38,10 @@ class OverlapConfig:
             raise ValueError("delay_wgrad is not built yet; leave it out")
         if self.order is not None and self.order_text is not None:
             raise ValueError("order and order_text exclude each other; give one of them")
+        if self.order is not None and self.order not in list(OrderName):
+            raise ValueError(
+                f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}"
+            )
         if not self.overlap and (self.order_text or self.order not in (None, OrderName.SERIAL)):
             raise ValueError(
                 f"order {self.order!r} needs overlap; set overlap=True or leave it out"
@@ -45,11 +49,7 @@ class OverlapConfig:
 
     @property
     def order_name(self) -> OrderName:
-        """The order in force, where no text gives one.
-
-        Raises:
-            ValueError: no such order.
-        """
+        """The order in force, where no text gives one."""
         if not self.overlap:
             return OrderName.SERIAL
         if self.order is None:

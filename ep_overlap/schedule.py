@@ -114,9 +114,15 @@ class OverlapSchedule:
 
         Raises:
             ValueError: another number of batches than the schedule was built for.
+            RuntimeError: gradients are off; or the model is in the middle of a step already.
             BaseException: what an action raised, unchanged but for a note with the action's word.
                 The schedule is clean again: the next step may run.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step() under no_grad or inference_mode has no backward; call evaluate(), or leave "
+                "the mode"
+            )
         return self._run(self._training, batches, loss_fn)
 
     def evaluate(self, batches: Sequence[Any], loss_fn: LossFn) -> StepResult:
@@ -157,10 +163,11 @@ class OverlapSchedule:
             self.observe(trace)
         if self._meter is not None:
             self._meter.begin()
+        # Not inside: if another driver is at work, its step is not ours to abort.
+        self._lifecycle.begin(Driver.SCHEDULE)
         try:
             for slot, batch in zip(self._slots, batches, strict=True):
                 slot.begin(batch, loss_fn)
-            self._lifecycle.begin(Driver.SCHEDULE)
             program.run()
             # The caller reads losses and gradients; on CPU this also brings up any failure.
             for stream in self._streams.values():
@@ -168,8 +175,7 @@ class OverlapSchedule:
             self._lifecycle.end()
         except BaseException as error:
             self.abort()
-            # Its frames' locals own tensors, which would live as long as the exception.
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
             raise
         share = None
         if trace is not None:
@@ -242,7 +248,7 @@ class OverlapSchedule:
         for (name, microbatch), action in last_giver.items():
             node = self._nodes[microbatch, action.node, action.layer]
             is_last = microbatch == last_microbatch[name]
-            node.post_backward_hooks = (
+            node.post_backward_hooks += (
                 partial(self._units[name].seal, microbatch, is_last=is_last),
             )
 
@@ -273,3 +279,13 @@ def _named_units(
             "unit a layer: shard layers whole"
         )
     return units
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of the locals of an exception's frames, and of those it came from: they own tensors,
+    which would live as long as the exception."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

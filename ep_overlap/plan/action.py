@@ -91,10 +91,8 @@ class Compute:
 
     def __post_init__(self) -> None:
         if (self.node in _LAYERLESS) != (self.layer is None):
-            raise ValueError(
-                f"{self.node} {'belongs to no layer' if self.layer is not None else 'needs a layer'}"
-                f" (got layer={self.layer})"
-            )
+            rule = "belongs to no layer" if self.node in _LAYERLESS else "needs a layer"
+            raise ValueError(f"{self.node} {rule} (got layer={self.layer})")
 
     def __str__(self) -> str:
         word = f"{self.microbatch}{self.phase}.{self.node}"
@@ -134,6 +132,7 @@ class Sync:
 
     @property
     def lane(self) -> Lane:
+        """The host waits, and no stream."""
         return Lane.HOST
 
 

@@ -4,7 +4,8 @@
 to do about it, given that each lane does its actions in issue order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -47,16 +48,33 @@ def dependencies(actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(indices)) for indices in needed)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """What an action's lane waits for before it, and what it then knows to be done."""
+
+    waits: tuple[int, ...]
+    knows: Mapping[Lane, int]
+    """For each lane, the latest action known to be done; -1: none."""
+
+
 def waits(actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
     """For each action, the earlier actions on other lanes that its lane must wait for.
 
     The minimum: what a lane already waited for, directly or through another lane, is not waited
-    for again. Each lane keeps a vector clock: the latest action of every lane that is known to be
-    done (the idea of C. J. Fidge and F. Mattern, 1988).
+    for again.
+    """
+    return tuple(waiting.waits for waiting in walk(actions))
+
+
+def walk(actions: Sequence[Action]) -> list[Waiting]:
+    """Each action's waits and knowledge.
+
+    Each lane keeps a vector clock: the latest action of every lane that is known to be done (the
+    idea of C. J. Fidge and F. Mattern, 1988).
     """
     known = {lane: dict.fromkeys(_LANES, _NOTHING_YET) for lane in _LANES}
     clocks: list[dict[Lane, int]] = []
-    waited: list[tuple[int, ...]] = []
+    steps: list[Waiting] = []
     for index, (action, needed) in enumerate(zip(actions, dependencies(actions), strict=True)):
         clock = known[action.lane]
         mine: list[int] = []
@@ -67,12 +85,12 @@ def waits(actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
                 continue
             mine.append(dependency)
             _learn(clock, clocks[dependency])
+        steps.append(Waiting(waits=tuple(sorted(mine)), knows=dict(clock)))
         clock[action.lane] = index
         # A Sync is over when the split sizes have come, which may be before attn is: it vouches
         # for nothing but itself, and dispatch waits for attn on its own account.
         clocks.append({action.lane: index} if isinstance(action, Sync) else dict(clock))
-        waited.append(tuple(sorted(mine)))
-    return tuple(waited)
+    return steps
 
 
 def _learn(clock: dict[Lane, int], other: dict[Lane, int]) -> None:

@@ -214,9 +214,9 @@ def table(result: Mapping[str, Any]) -> Table:
         caption=f"compute alone {_ms(result['compute_s'])}, communication alone "
         f"{_ms(result['comm_s'])}: no order can be faster than the longer of the two, the bound",
     )
-    shown.add_column("overlap")
-    columns = ("step ms", "/ off", "/ bound", *(f"{kind} hidden" for kind in kinds), "loss")
-    for column in columns:
+    shown.add_column("overlap", no_wrap=True)
+    hidden = (f"{kind}\nhidden" for kind in kinds)
+    for column in ("step\nms", "of\noff", "of\nbound", *hidden, "loss"):
         shown.add_column(column, justify="right", no_wrap=True)
     for name, variant in result["variants"].items():
         shares = variant["hidden_share"] or {}
@@ -226,7 +226,7 @@ def table(result: Mapping[str, Any]) -> Table:
             f"{variant['step_time_s'] / off_s:.2f}x",
             f"{variant['step_time_s'] / bound_s:.2f}x",
             *(_percent(shares.get(kind)) for kind in kinds),
-            f"{variant['first_loss']:.2f} -> {variant['last_loss']:.2f}",
+            f"{variant['first_loss']:.2f} to {variant['last_loss']:.2f}",
         )
     return shown
 

@@ -55,6 +55,7 @@ class HandOff:
         self._received: Bundle = ()
 
     def send(self, bundle: Bundle) -> None:
+        """Keep the value for its consumer, and for the backward."""
         self._sent = bundle
 
     def receive(self) -> Bundle:
@@ -74,11 +75,11 @@ class HandOff:
             if sent is not None and received is not None and (grad := received.grad) is not None:
                 roots.append(sent)
                 grads.append(grad)
-        self._sent = self._received = ()
+        self.clear()
 
     def clear(self) -> None:
-        self._sent = ()
-        self._received = ()
+        """Hold nothing."""
+        self._sent = self._received = ()
 
 
 @final
@@ -91,16 +92,19 @@ class LossEnd:
         self._loss: Tensor | None = None
 
     def send(self, bundle: Bundle) -> None:
-        self._loss = bundle[0]
+        """Keep the loss for its backward."""
+        if torch.is_grad_enabled():  # else no backward will come for it
+            self._loss = bundle[0]
 
     def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
         """Add the loss, with its own gradient, and let go of it."""
         assert self._loss is not None, "the loss is sent before its backward"
         roots.append(self._loss)
         grads.append(torch.ones_like(self._loss))
-        self._loss = None
+        self.clear()
 
     def clear(self) -> None:
+        """Hold nothing."""
         self._loss = None
 
 
@@ -112,7 +116,7 @@ class NodeRun:
     """A node of one microbatch in flight; built once, run every step.
 
     Args:
-        name: the action's word without the phase, for errors.
+        name: the word of its forward, for errors.
         function: takes the bundles of ``inlets``, returns those of ``outlets``, in order.
         inlets: what it receives.
         outlets: what it sends.
@@ -149,6 +153,7 @@ class NodeRun:
 
     @property
     def state(self) -> NodeState:
+        """Where it stands."""
         return self._state
 
     def forward(self) -> None:

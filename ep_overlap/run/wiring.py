@@ -2,15 +2,16 @@
 
 One MoE layer between its neighbours; a dense layer is ``attn --Hidden--> mlp``::
 
-    (previous) --Hidden--> attn --Tokens--> dispatch --Tokens--> mlp --Hidden--> combine --Hidden--> (next)
-                             \\_______________________ Carry ________________________________________/
+    --Hidden--> attn --Tokens--> dispatch --Tokens--> mlp --Hidden--> combine --Hidden--> next
+                   \\_____________________________ Carry _____________________________/
 
-(next) is the next layer's attn, or post. It begins with this layer's ``finish``.
+*next* is the next layer's attn, or post. It begins with this layer's ``finish``.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
 
+import torch
 from torch import Tensor
 
 from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase
@@ -26,7 +27,11 @@ NodeKey = tuple[int, Node, int | None]
 
 @final
 class MicrobatchSlot:
-    """One place for a microbatch in flight: its batch and state now, its loss afterwards."""
+    """One place for a microbatch in flight: its batch and state now, its loss afterwards.
+
+    Batch and state go with the microbatch's last node, not at the end of the step: a model may
+    keep routing and even pieces of graph in its state.
+    """
 
     def __init__(self, index: int, parts: ModelParts[Any, Any], num_microbatches: int) -> None:
         self.index = index
@@ -39,32 +44,54 @@ class MicrobatchSlot:
 
     @property
     def state(self) -> Any:
+        """What ``ModelParts.begin`` returned."""
         return self._state
 
     def begin(self, batch: Any, loss_fn: LossFn) -> None:
+        """Take a microbatch in."""
         self._batch = batch
         self._loss_fn = loss_fn
         self._loss = None
-        self._state = self._parts.begin(batch)
+        try:
+            self._state = self._parts.begin(batch)
+        except BaseException as error:
+            error.add_note(f"raised in begin of microbatch {self.index}")
+            raise
 
     def compute_loss(self, output: Tensor) -> Tensor:
-        """The loss, divided by the number of microbatches; undivided it is kept for the caller."""
+        """The loss, divided by the number of microbatches; undivided it is kept for the caller.
+
+        Raises:
+            ValueError: it is no scalar.
+        """
         assert self._loss_fn is not None, "begin() comes first"
         loss = self._loss_fn(output, self._batch)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}, expected a scalar; take "
+                "its mean"
+            )
         self._loss = loss.detach()
+        if not torch.is_grad_enabled():  # evaluation: nothing of this microbatch follows
+            self.let_go()
         return loss / self._num_microbatches
 
     def take_loss(self) -> Tensor:
-        """The microbatch's loss, undivided; lets go of batch and state."""
+        """The microbatch's loss, undivided."""
         loss = self._loss
         assert loss is not None, f"post of microbatch {self.index} has not run"
-        self.clear()
+        self._loss = None
         return loss
 
-    def clear(self) -> None:
+    def let_go(self) -> None:
+        """The microbatch's last node is done: hold nothing but the loss."""
         self._batch = None
         self._state = None
         self._loss_fn = None
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.let_go()
         self._loss = None
 
 
@@ -109,6 +136,7 @@ class _Wiring:
         self.nodes: dict[NodeKey, NodeRun] = {}
         first = self._handoff("pre")
         self._add(Node.PRE, None, lambda: (Hidden(parts.pre(slot.state)),), [], [first])
+        self.nodes[slot.index, Node.PRE, None].post_backward_hooks = (slot.let_go,)
         inlets: list[HandOff] = [first]
         finish: Callable[..., Tensor] = _hidden
         for index, layer in enumerate(parts.layers):
