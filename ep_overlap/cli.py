@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ep_overlap.argument_checks import problems, remarks
-from ep_overlap.arguments import (
+from ep_overlap.commands.argument_checks import problems, remarks
+from ep_overlap.commands.arguments import (
     Arguments,
     BenchArguments,
     DoctorArguments,
@@ -22,7 +22,7 @@ from ep_overlap.arguments import (
     TrainArguments,
     parse,
 )
-from ep_overlap.launch import LAUNCHED
+from ep_overlap.processes.launch import LAUNCHED
 
 EXIT_FAILED: Final = 1
 EXIT_REFUSED: Final = 2
@@ -80,21 +80,21 @@ def _run(args: Arguments) -> int:
 
 
 def _train(args: TrainArguments) -> int:
-    from ep_overlap.train import run
+    from ep_overlap.commands.train import run
 
     return run(args)
 
 
 def _bench(args: BenchArguments) -> int:
-    from ep_overlap.report.bench import run
+    from ep_overlap.commands.bench import run
 
     return run(args)
 
 
 def _plan(args: PlanArguments) -> int:
+    from ep_overlap.commands.plan_arguments import plan_of
     from ep_overlap.plan.check import PlanError
     from ep_overlap.plan.grid import grid
-    from ep_overlap.plan_arguments import plan_of
     from ep_overlap.report.plan_text import as_json, proof
 
     try:

@@ -27,7 +27,7 @@ from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import unit_given, unit_read
 from ep_overlap.run.layer import ModelParts
-from ep_overlap.run.node import NodeRun
+from ep_overlap.run.node import NodeRun, forget_failed_backward
 from ep_overlap.run.runner import Program
 from ep_overlap.run.trace import HiddenShare, Meter, StepTrace
 from ep_overlap.run.wiring import LossFn, MicrobatchSlot, NodeKey, check_parts, wire
@@ -102,6 +102,7 @@ class OverlapSchedule:
         self._evaluation: Program | None = None
         self._meter = meter
         self._traced = config.trace or meter is not None
+        self._is_running = False
 
     # ---- running ------------------------------------------------------------------------------
 
@@ -135,16 +136,21 @@ class OverlapSchedule:
     def abort(self) -> None:
         """Drop the step under way: drain the streams, release all units, forget its gradients.
 
-        ``step`` calls it on its way out of a failure.
+        ``step`` calls it on its way out of a failure. Between steps there is nothing to drop.
         """
+        if not self._is_running:
+            return
         for stream in self._streams.values():
             stream.synchronize()
             stream.reset()
+            stream.run(forget_failed_backward, word="abort")
+            stream.synchronize()
         self._lifecycle.abort()
         for node in self._nodes.values():
             node.reset()
         for slot in self._slots:
             slot.clear()
+        self._is_running = False
 
     def observe(self, observer: StreamObserver | None) -> None:
         """Let ``observer`` see all lanes from now on; a traced step puts its trace in its place."""
@@ -165,6 +171,7 @@ class OverlapSchedule:
             self._meter.begin()
         # Not inside: if another driver is at work, its step is not ours to abort.
         self._lifecycle.begin(Driver.SCHEDULE)
+        self._is_running = True
         try:
             for slot, batch in zip(self._slots, batches, strict=True):
                 slot.begin(batch, loss_fn)
@@ -177,6 +184,7 @@ class OverlapSchedule:
             self.abort()
             _clear_frames(error)
             raise
+        self._is_running = False
         share = None
         if trace is not None:
             trace.finish()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, Protocol
 
-from ep_overlap.ranks import RankError, RankPool, RankReport, RankState
+from ep_overlap.processes.ranks import RankError, RankPool, RankReport, RankState
 
 __all__ = [
     "Event",

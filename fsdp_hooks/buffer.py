@@ -41,6 +41,13 @@ class FlatBuffer:
         assert self.is_allocated, "the flat storage is read while it is released"
         return self._flat
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of this storage. Only asked while it is allocated."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return False  # a subclass may have no storage to ask for
+        ours = self._flat.untyped_storage().data_ptr()
+        return ours != 0 and tensor.untyped_storage().data_ptr() == ours
+
     def allocate(self) -> None:
         if not self.is_allocated:
             self._flat.untyped_storage().resize_(self.nbytes)

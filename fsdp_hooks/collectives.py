@@ -63,9 +63,7 @@ class GroupCommunicator:
         dist.all_reduce(tensor, group=self._group)
 
 
-def new_torch_group(
-    ranks: Sequence[int], name: str, *, backend: str | None = None
-) -> ProcessGroup:
+def new_torch_group(ranks: Sequence[int], name: str, *, backend: str | None = None) -> ProcessGroup:
     """A plain process group; called by its members only. ``backend``: default the world's."""
     group = dist.new_group(
         list(ranks), backend=backend, use_local_synchronization=True, group_desc=name

@@ -8,24 +8,30 @@
     optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()))
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from itertools import pairwise
+from typing import cast, final, override
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.context import Runtime, ShardContext
 from fsdp_hooks.hooks import ModuleHooks
 from fsdp_hooks.lifecycle import ShardedModule
 from fsdp_hooks.param_group import ParamGroup, ParamSlot
+from fsdp_hooks.placeholder import Relinquished
 from fsdp_hooks.placement import Placement, Placements, placements_of
 from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.unit import FsdpUnit
 
 MeshOf = Callable[[str, nn.Parameter], DeviceMesh]
 """Parameter name (from the sharded module) and parameter -> its mesh: dense or expert."""
+
+
+_GroupKey = tuple[DeviceMesh, torch.dtype, torch.device, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +66,27 @@ class _Sharded(ShardedModule):
         assert self._fsdp.root is not None
         return self._fsdp.root
 
+    @override
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if self._fsdp.root is None:  # first use: whoever is called first is the root
+        if self._fsdp.hooks is None:  # first use: whoever is called first is the root
             _build_root(self)
-        return super().__call__(*args, **kwargs)
+        hooks = self._fsdp.hooks
+        assert hooks is not None
+        depth = hooks.depth
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:
+            hooks.unwind(depth)
+            raise
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        # Between a forward and its backward the module does not hold the sharded parameters.
+        for member in self.modules():
+            if isinstance(member, _Sharded):
+                for group in member._fsdp.recipe.groups:
+                    group.zero_grad(set_to_none=set_to_none)
 
 
 def fully_shard[ModuleT: nn.Module](
@@ -92,18 +115,22 @@ def fully_shard[ModuleT: nn.Module](
 
     Raises:
         ValueError: the strategy is unknown or not built, a module is sharded twice, the mesh has
-            more than one dimension, a scalar parameter, or a parameter shared with another unit.
+            more than one dimension, or a parameter cannot be sharded: a scalar, on ``meta``, shared
+            with another unit, sharing memory with another tensor of the module.
     """
     placements = placements_of(strategy)
+    if grad_divisor is not None and grad_divisor < 1:
+        raise ValueError(f"grad_divisor is {grad_divisor}; expected at least 1")
     if isinstance(module, ShardedModule):
         raise ValueError(f"{_title(module)} is sharded already; call fully_shard once a module")
     slots = _own_parameters(module)
     groups: list[ParamGroup] = []
-    for (group_mesh, _, _), members in _grouped(slots, mesh).items():
+    for (group_mesh, *_), members in _grouped(slots, mesh).items():
         _check_mesh(group_mesh)
         groups.append(_make_group(module, members, group_mesh, placements))
     for group in groups:
         group.install(group.sharded_params)
+        group.relinquish(_title(module))
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (_Sharded, cls), {})
     recipe = _Recipe(
@@ -135,15 +162,60 @@ def _own_parameters(module: nn.Module) -> list[ParamSlot]:
             holders.setdefault(param, []).append((child, attribute))
             names.setdefault(param, f"{prefix}{attribute}")
     for param, name in names.items():
-        if param.dim() == 0:
-            raise ValueError(
-                f"parameter {name} of {_title(module)} is a scalar; expected at least one "
-                "dimension. Make it a vector of one element"
-            )
+        _check_parameter(param, f"parameter {name} of {_title(module)}")
+    _check_memory(names, [child for _, child in _outside_of_units(module, "")])
     return [
         ParamSlot(name=names[param], param=param, owners=tuple(owners))
         for param, owners in holders.items()
     ]
+
+
+def _check_parameter(param: nn.Parameter, title: str) -> None:
+    if isinstance(param, Relinquished):
+        raise ValueError(
+            f"{title} is shared with unit {param.unit_name}, as its {param.parameter_name}; "
+            "expected both uses in one unit. Apply fully_shard to a module that contains both, "
+            "and not to either alone"
+        )
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"{title} is a DTensor: sharded already, perhaps shared with a unit; expected a plain "
+            "parameter. Share parameters within one unit only, before fully_shard"
+        )
+    if param.is_meta:
+        raise ValueError(f"{title} is on meta; expected memory. Materialize it before fully_shard")
+    if param.dim() == 0:
+        raise ValueError(
+            f"{title} is a scalar; expected at least one dimension. Make it a vector of one element"
+        )
+
+
+def _check_memory(names: Mapping[nn.Parameter, str], modules: Sequence[nn.Module]) -> None:
+    """Sharding moves parameters to storage of its own; views of the old one would go stale."""
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
+        for param, name in names.items()
+        if param.numel() > 0 and param.is_contiguous()
+    )
+    for (_, stop, name), (start, _, other) in pairwise(spans):
+        if start < stop:
+            raise ValueError(
+                f"parameters {name} and {other} overlap in memory; expected separate ones. Make "
+                "one the parameter, and take views of it in forward()"
+            )
+    homes = {param.untyped_storage().data_ptr(): name for param, name in names.items()}
+    for module in modules:
+        for attribute, value in vars(module).items():
+            held = value if isinstance(value, list | tuple) else (value,)
+            for tensor in held:
+                if type(tensor) is not Tensor or tensor.numel() == 0:
+                    continue
+                if (name := homes.get(tensor.untyped_storage().data_ptr())) is not None:
+                    raise ValueError(
+                        f"{_title(module)}.{attribute} shares memory with parameter {name}, which "
+                        "moves when it is sharded; expected no views kept beside a parameter. "
+                        "Take views of it in forward()"
+                    )
 
 
 def _outside_of_units(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
@@ -156,11 +228,13 @@ def _outside_of_units(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modu
 
 def _grouped(
     slots: Sequence[ParamSlot], mesh: DeviceMesh | MeshOf
-) -> dict[tuple[DeviceMesh, torch.dtype, bool], list[ParamSlot]]:
-    groups: dict[tuple[DeviceMesh, torch.dtype, bool], list[ParamSlot]] = {}
+) -> dict[_GroupKey, list[ParamSlot]]:
+    groups: dict[_GroupKey, list[ParamSlot]] = {}
     for slot in slots:
-        own = mesh if isinstance(mesh, DeviceMesh) else mesh(slot.name, slot.param)
-        groups.setdefault((own, slot.param.dtype, slot.param.requires_grad), []).append(slot)
+        param = slot.param
+        own = mesh if isinstance(mesh, DeviceMesh) else mesh(slot.name, param)
+        key = (own, param.dtype, param.device, param.requires_grad)
+        groups.setdefault(key, []).append(slot)
     return groups
 
 
@@ -204,9 +278,8 @@ def _build_root(module: _Sharded) -> None:
         )
         for member in members
     ]
-    root = FsdpRoot(
-        strategy=recipe.strategy, units=units[1:], root_unit=units[0], context=context
-    )
+    root = FsdpRoot(strategy=recipe.strategy, units=units[1:], root_unit=units[0], context=context)
+    hooks = ModuleHooks(root)
     for member in members:
         member._fsdp.root = root
-    module._fsdp.hooks = ModuleHooks(root)
+        member._fsdp.hooks = hooks

@@ -11,14 +11,17 @@ root's post-backward hook would not do: it may run before its descendants finish
 the root owns no trainable parameter (Megatron-LM pull request 5719).
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple, final
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from fsdp_hooks.lifecycle import Driver, UnitState
 from fsdp_hooks.order import PrefetchOrder
@@ -26,186 +29,310 @@ from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.unit import FsdpUnit
 
 
+# Note [hooks in a graph]
+# What hangs on a graph must go when the graph goes, without a run of the garbage collector. So a
+# hook never reaches the node that it hangs on, nor one downstream. (``register_multi_grad_hook``
+# in its mode "all" does: each of its hooks holds the nodes of all its tensors.) Here the hook on a
+# unit's outputs holds the nodes of its inputs, which autograd's own edges hold as well, and the
+# hooks on the inputs hold a counter.
+@final
+class _Call:
+    """One forward of a unit whose graph is alive. Held by hooks in that graph alone."""
+
+    __slots__ = ("__weakref__", "num_awaited")
+
+    def __init__(self) -> None:
+        self.num_awaited = 0
+        """Input gradients that the backward which runs has yet to make."""
+
+
+@final
+class _Use:
+    """A unit, and who uses it now."""
+
+    __slots__ = ("count", "open_calls", "unit")
+
+    def __init__(self, unit: FsdpUnit) -> None:
+        self.unit = unit
+        self.count = 0
+        """Forwards and backwards that read the parameters now."""
+        self.open_calls: WeakSet[_Call] = WeakSet()
+        """Forwards whose backward has not begun."""
+
+
+class _Running(NamedTuple):
+    """A forward that runs."""
+
+    module: nn.Module
+    use: _Use
+    acts: bool
+    """Whether it gathered the unit: the outermost call within the unit does."""
+
+
+@final
+class _Backward:
+    """A backward that runs. Autograd alone holds it, as its end-of-backward callback; so if the
+    backward fails, this is gone."""
+
+    __slots__ = ("__weakref__", "_end", "unfinished")
+
+    def __init__(self, end: Callable[["_Backward"], None]) -> None:
+        self._end = end
+        self.unfinished: dict[str, _Use] = {}
+        """Units whose backward has begun, in that order."""
+
+    def __call__(self) -> None:
+        self._end(self)
+
+
 @final
 class ModuleHooks:
-    """The hooks of one root. ``remove()`` takes them all off again."""
+    """The hooks of one root."""
 
     def __init__(self, root: FsdpRoot) -> None:
         self._root = root
         self._context = root.context
-        self._units = {unit.name: unit for unit in root.inner_units}
+        self._uses = {unit.name: _Use(unit) for unit in root.units}
         self._order = PrefetchOrder([unit.name for unit in root.inner_units])
-        self._depth = 0
-        self._in_backward = False
-        self._unfinished: dict[str, FsdpUnit] = {}
-        """Units whose backward has begun in the backward that runs."""
-        self._handles: list[RemovableHandle] = []
-        for unit in root.units:
-            self._install(unit)
+        self._has_warned = False
+        self._running: list[_Running] = []
+        self._backward: ref[_Backward] | None = None
+        for use in self._uses.values():
+            self._install(use)
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _install(self, unit: FsdpUnit) -> None:
-        module = unit.module
-        self._handles.append(
-            module.register_forward_pre_hook(self._bind(self._pre_forward, unit), prepend=True)
-        )
-        self._handles.append(
-            module.register_forward_hook(
-                self._bind(self._post_forward, unit), with_kwargs=True, always_call=False
-            )
-        )
-        owners = {owner for group in unit.groups for slot in group.slots for owner, _ in slot.owners}
+    def _install(self, use: _Use) -> None:
+        module = use.unit.module
+        module.register_forward_pre_hook(self._pre_hook(use), prepend=True)
+        module.register_forward_hook(self._post_hook(use), with_kwargs=True)
+        owners = {owner for group in use.unit.groups for owner in group.owners()}
         for owner in module.modules():  # not over the set: ranks must agree on every order
             if owner in owners and owner is not module:
-                self._handles.append(
-                    owner.register_forward_pre_hook(self._bind(self._safety_net, unit))
+                owner.register_forward_pre_hook(self._pre_hook(use), prepend=True)
+                # ``always_call``: an ordinary module has no ``unwind`` of its own.
+                owner.register_forward_hook(
+                    self._post_hook(use), with_kwargs=True, always_call=True
                 )
 
-    @staticmethod
-    def _bind(hook: Callable[..., None], unit: FsdpUnit) -> Callable[..., None]:
-        def call(module: nn.Module, *arguments: Any) -> None:
-            hook(unit, *arguments)
+    def _pre_hook(self, use: _Use) -> Callable[..., None]:
+        def pre_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self._context.driver is Driver.SCHEDULE:
+                use.unit.ensure()
+            else:
+                self._enter(module, use)
 
-        return call
+        return pre_forward
 
-    # ---- the safety net -----------------------------------------------------------------------
+    def _post_hook(self, use: _Use) -> Callable[..., None]:
+        def post_forward(
+            module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
+        ) -> None:
+            # Not ours: a schedule's, or that of a call which another pre-hook stopped before ours.
+            if self._running and self._running[-1].module is module:
+                self._leave((args, kwargs), output)
 
-    def _safety_net(self, unit: FsdpUnit, args: tuple[Any, ...]) -> None:
-        match self._context.driver:
-            case Driver.SCHEDULE:
-                unit.ensure()
-            case Driver.HOOKS:
-                if unit.uses == 0:
-                    unit.ensure()
-            case Driver.REST:
-                raise RuntimeError(
-                    f"a sub-module of unit {unit.name} is called outside of a step; expected a "
-                    "call of the sharded module itself. Call the unit's module or the root"
-                )
+        return post_forward
 
     # ---- forward ------------------------------------------------------------------------------
 
-    def _pre_forward(self, unit: FsdpUnit, args: tuple[Any, ...]) -> None:
-        context = self._context
-        if context.driver is Driver.SCHEDULE:
-            unit.ensure()
+    @property
+    def depth(self) -> int:
+        """How many forwards run."""
+        return len(self._running)
+
+    def unwind(self, depth: int) -> None:
+        """A forward raised: leave the calls above ``depth``, as a forward without gradients."""
+        while len(self._running) > depth:
+            self._leave((), None)
+
+    def _enter(self, module: nn.Module, use: _Use) -> None:
+        """A unit's forward begins; or a part of it is called by itself, which then counts as one
+        (a schedule of one's own, a wrapper that calls ``module.forward``)."""
+        in_backward = self._running_backward() is not None
+        if not self._running and not in_backward:
+            self._begin_forward()
+        acts = all(running.use is not use for running in self._running)
+        self._running.append(_Running(module, use, acts))
+        if not acts:
             return
-        if self._in_backward and unit is self._root.root_unit:
-            # A backward that raised never reached its callback. Start clean, not half gathered.
-            self._abandon()
-        if context.driver is Driver.REST:
-            self._root.begin(Driver.HOOKS)
-        self._depth += 1
-        unit.uses += 1
+        unit = use.unit
+        use.count += 1
+        if module is not unit.module and unit.releases and unit.state is UnitState.SHARDED:
+            self._context.counters.hook_misses += 1
         self._gather(unit)
-        self._prefetch(self._order.on_forward(unit.name))
-
-    def _post_forward(
-        self, unit: FsdpUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
-    ) -> None:
-        if self._context.driver is Driver.SCHEDULE:
-            return
-        self._depth -= 1
-        unit.uses -= 1
-        outermost = self._depth == 0
-        if outermost:
-            self._order.end_forward()
-        outputs = [t for t in _tensors(output) if t.requires_grad]
-        if torch.is_grad_enabled() and outputs:
-            unit.open_forwards += 1
-            # "any": the first gradient to arrive already needs the weights.
-            register_multi_grad_hook(
-                outputs, self._bind_grad(self._pre_backward, unit), mode="any"
+        if not in_backward and self._running[0].module is self._root.root_unit.module:
+            is_root = unit is self._root.root_unit
+            self._prefetch(
+                self._order.begin_forward() if is_root else self._order.on_forward(unit.name)
             )
-            inputs = [t for t in _tensors((args, dict(kwargs))) if t.requires_grad]
-            if inputs:
-                register_multi_grad_hook(inputs, self._bind_grad(self._post_backward, unit))
-            if not outermost:  # the root's weights are wanted again at once
-                self._release(unit)
-        elif outermost:
-            self._root.end()
+
+    def _begin_forward(self) -> None:
+        if self._context.driver is Driver.REST:
+            self._root.begin(Driver.HOOKS)
         else:
-            self._release(unit)
+            # A forward without its backward yet. The optimizer may have stepped since, so nothing
+            # that it left gathered is trusted.
+            self._root.release_all()
 
-    @staticmethod
-    def _bind_grad(hook: Callable[[FsdpUnit], None], unit: FsdpUnit) -> Callable[[Any], None]:
-        def call(grads: Any) -> None:
-            hook(unit)
+    def _leave(self, inputs: object, output: object) -> None:
+        module, use, acts = self._running.pop()
+        if not acts:
+            return
+        use.count -= 1
+        in_backward = self._running_backward() is not None  # recomputation
+        is_outermost = not self._running and not in_backward
+        error = _refusal(use.unit, output) if use.unit.releases else None
+        if error is not None:
+            inputs, output = (), None
+        elif is_outermost and module is self._root.root_unit.module:
+            self._note_order()
+        has_backward = torch.is_grad_enabled() and self._watch(use, inputs, output)
+        if is_outermost and not has_backward:
+            self._root.end()
+        elif not is_outermost and not in_backward:
+            self._release(use)  # else the weights are wanted again at once
+        if error is not None:
+            raise error
 
-        return call
+    def _note_order(self) -> None:
+        if self._order.end_forward() and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "the order of units differs from the step before: units were gathered on demand, "
+                "without overlap; the new order counts from now on (said once)",
+                stacklevel=2,
+            )
+
+    def _watch(self, use: _Use, inputs: object, output: object) -> bool:
+        """Hang the hooks of the unit's backward on the graph. See Note [hooks in a graph].
+
+        Returns:
+            Whether there will be a backward.
+        """
+        given = [t for t in _tensors(inputs) if t.requires_grad]
+        # An input that is handed through gets its gradient after the unit's backward, not before.
+        made = [t for t in _tensors(output) if t.requires_grad and all(t is not g for g in given)]
+        if not made:
+            return False
+        call = _Call()
+        use.open_calls.add(call)
+        nodes = tuple(dict.fromkeys(get_gradient_edge(t).node for t in given))
+
+        def pre_backward(grad: object) -> None:
+            # Which inputs this backward reaches, only the engine knows; torch's own hooks ask so.
+            call.num_awaited = sum(map(torch._C._will_engine_execute_node, nodes))
+            self._pre_backward(use, call)
+
+        # "any": the first gradient to arrive already needs the weights.
+        register_multi_grad_hook(made, pre_backward, mode="any")
+        # On the nodes, not the tensors: a leaf's node goes with the graph, its hooks would stay.
+        for node in nodes:
+            node.register_prehook(self._input_hook(use, call))
+        return True
+
+    def _input_hook(self, use: _Use, call: _Call) -> Callable[[Any], None]:
+        def on_input_grad(grads: Any) -> None:
+            if call.num_awaited > 0:
+                call.num_awaited -= 1
+                if call.num_awaited == 0:
+                    self._post_backward(use)
+
+        return on_input_grad
 
     # ---- backward -----------------------------------------------------------------------------
 
-    def _pre_backward(self, unit: FsdpUnit) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            if self._context.driver is Driver.REST:  # an earlier backward's end swapped out
-                self._root.begin(Driver.HOOKS)
-            self._root.pre_backward(0)
-            Variable._execution_engine.queue_callback(self._end_of_backward)
-        self._unfinished[unit.name] = unit
-        unit.uses += 1
-        self._gather(unit)
-        self._prefetch(self._order.on_backward(unit.name))
+    def _running_backward(self) -> _Backward | None:
+        """The backward that runs. If the last one failed, its step is dropped here."""
+        backward = self._backward and self._backward()
+        if backward is None and self._backward is not None:
+            self._backward = None
+            self._forget_uses()
+            self._root.abort()
+        return backward
 
-    def _post_backward(self, unit: FsdpUnit) -> None:
-        unit.uses -= 1
-        unit.open_forwards -= 1
+    def _begin_backward(self) -> _Backward:
+        backward = _Backward(self._end_of_backward)
+        self._backward = ref(backward)
+        if self._context.driver is Driver.REST:  # an earlier backward's end swapped out
+            self._root.begin(Driver.HOOKS)
+        self._root.pre_backward(0)
+        self._order.begin_backward()
+        # No hook of the root need fire where the loss was taken from an inner output.
+        self._gather(self._root.root_unit)
+        Variable._execution_engine.queue_callback(backward)
+        return backward
+
+    def _pre_backward(self, use: _Use, call: _Call) -> None:
+        backward = self._running_backward() or self._begin_backward()
+        use.open_calls.discard(call)
+        use.count += 1
+        backward.unfinished[use.unit.name] = use
+        self._gather(use.unit)
+        is_root = use.unit is self._root.root_unit
+        self._prefetch(
+            self._order.begin_backward() if is_root else self._order.on_backward(use.unit.name)
+        )
+
+    def _post_backward(self, use: _Use) -> None:
+        use.count -= 1
+        backward = self._running_backward()
+        assert backward is not None, "a unit's backward ends within a backward"
         # With other forwards of the unit still open, this backward may contain another of its
         # calls, whose contribution is yet to come: then it is finished at the end.
-        if unit.open_forwards == 0:
-            self._finish(unit)
+        if use.count == 0 and not use.open_calls:
+            self._finish(backward, use)
         else:
-            self._release(unit)
+            self._release(use)
 
-    def _finish(self, unit: FsdpUnit) -> None:
-        del self._unfinished[unit.name]
+    def _finish(self, backward: _Backward, use: _Use) -> None:
+        del backward.unfinished[use.unit.name]
+        self._seal(use.unit)
+        self._release(use)
+
+    def _seal(self, unit: FsdpUnit) -> None:
         is_last = self._context.is_last_microbatch
         unit.seal(0, is_last=is_last)
-        if is_last or unit.reduces_each_microbatch:
+        if unit.is_trainable and (is_last or unit.reduces_each_microbatch):
             unit.reduce(after=(self._context.caller.record(f"backward of {unit.name}"),))
-        self._release(unit)
 
-    def _end_of_backward(self) -> None:
+    def _end_of_backward(self, backward: _Backward) -> None:
         """Finish the units whose inputs needed no gradient, in the order of backward; then end."""
-        for unit in tuple(self._unfinished.values()):
-            unit.uses = 0
-            self._finish(unit)
-        self._in_backward = False
+        self._forget_uses()
+        for use in tuple(backward.unfinished.values()):
+            self._finish(backward, use)
+        for unit in self._root.units:
+            # Contributions that came by no output of the unit, or in an earlier microbatch alone.
+            if unit.holds_contributions(is_last=self._context.is_last_microbatch):
+                self._seal(unit)
+        self._backward = None
         self._root.end()
 
-    def _abandon(self) -> None:
-        self._in_backward = False
-        self._unfinished.clear()
-        self._depth = 0
-        self._root.abort()
+    def _forget_uses(self) -> None:
+        for use in self._uses.values():
+            use.count = 0
 
     # ---- gather and release -------------------------------------------------------------------
 
     def _gather(self, unit: FsdpUnit) -> None:
-        if not unit.releases:
-            return
-        gathered = unit.unshard()
-        self._context.caller.wait(gathered, word=f"wait for {unit.name}")
+        if unit.releases:
+            self._context.caller.wait(unit.unshard(), word=f"wait for {unit.name}")
 
     def _prefetch(self, name: str | None) -> None:
         if name is not None:
-            unit = self._units[name]
-            if unit.releases:
-                unit.unshard()
+            self._uses[name].unit.unshard()
 
-    def _release(self, unit: FsdpUnit) -> None:
-        if unit.releases and unit.uses == 0 and unit.state is UnitState.UNSHARDED:
+    def _release(self, use: _Use) -> None:
+        unit = use.unit
+        if unit.releases and use.count == 0 and unit.state is UnitState.UNSHARDED:
             # Behind what the caller has issued: the unit's own compute still reads the storage.
             unit.reshard(after=(self._context.caller.record(f"use of {unit.name}"),))
 
 
+_ATOMS: Final = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+"""What holds no tensor."""
+
+
 def _tensors(value: object) -> Iterable[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -214,3 +341,25 @@ def _tensors(value: object) -> Iterable[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _refusal(unit: FsdpUnit, output: object) -> Exception | None:
+    """What is wrong with a unit's output: its backward, or a later reader, would read released
+    memory, which crashes the process."""
+    found = list(_tensors(output))
+    if not found and not isinstance(output, (*_ATOMS, Mapping, tuple, list)):
+        return TypeError(
+            f"unit {unit.name} returns a {type(output).__name__}, in which no tensor is seen; "
+            "expected tensors, or tuples, lists, mappings and dataclasses of them: the hook of "
+            "the unit's backward hangs on them. Return one of those"
+        )
+    if any(unit.holds(tensor) for tensor in found):
+        return RuntimeError(
+            f"unit {unit.name} returns one of its parameters or a view of it, which is released "
+            "when its forward ends; expected tensors of their own. Return a clone(), or move what "
+            "needs the parameter into the unit"
+        )
+    return None

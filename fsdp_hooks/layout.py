@@ -79,37 +79,50 @@ def flat_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
     if num_ranks < 1:
         raise ValueError(f"a group has at least one rank (got {num_ranks})")
     total = sum(prod(shape) for shape in shapes)
-    shard_numel = -(-total // num_ranks)
+    smallest = -(-total // num_ranks)
     while True:
-        # A parameter that spans two boundaries or more needs them whole rows apart.
-        longest = [prod(shape[1:]) for shape in shapes if prod(shape) > shard_numel]
-        quantum = lcm(*longest) if longest and num_ranks > 1 else 1
-        shard_numel = -(-shard_numel // quantum) * quantum
-        extents = _place(shapes, num_ranks, shard_numel)
-        if extents is not None:
+        shard_numel = _next_shard_numel(shapes, smallest) if num_ranks > 1 else smallest
+        extents, end = _place(shapes, shard_numel)
+        overflow = end - num_ranks * shard_numel
+        if overflow <= 0:
             return Layout(extents=extents, num_ranks=num_ranks, shard_numel=shard_numel)
-        shard_numel += quantum
+        smallest = shard_numel + max(overflow // num_ranks, 1)
+
+
+def _next_shard_numel(shapes: Sequence[tuple[int, ...]], smallest: int) -> int:
+    """The first shard size, from ``smallest`` on, that cuts no row whatever the offsets.
+
+    A parameter longer than a shard may hold two boundaries, which are then one shard apart: whole
+    rows. With unlike rows a multiple of all of them is far off, and it takes less padding to make
+    shards as long as the parameter.
+    """
+    longest_first = sorted((s for s in shapes if prod(s) > 0), key=prod, reverse=True)
+    quantum, best = 1, None
+    for i in range(len(longest_first) + 1):
+        # The first i parameters may be longer than a shard, the others not.
+        longest = prod(longest_first[i]) if i < len(longest_first) else 0
+        size = -(-max(smallest, longest) // quantum) * quantum
+        best = size if best is None else min(best, size)
+        if i == len(longest_first) or longest <= smallest:
+            return best
+        quantum = lcm(quantum, prod(longest_first[i][1:]))
+    return smallest
 
 
 def _place(
-    shapes: Sequence[tuple[int, ...]], num_ranks: int, shard_numel: int
-) -> tuple[ParamExtent, ...] | None:
-    """Place greedily with shards of this size; None if they are too small."""
+    shapes: Sequence[tuple[int, ...]], shard_numel: int
+) -> tuple[tuple[ParamExtent, ...], int]:
+    """Place greedily with shards of this size. Returns the extents, and where the last one ends."""
     extents: list[ParamExtent] = []
     cursor = 0
     for shape in shapes:
-        extent = ParamExtent(shape=shape, start=cursor)
-        if num_ranks > 1 and shard_numel > 0 and extent.numel > 0:
-            boundary = (cursor // shard_numel + 1) * shard_numel
-            if extent.stop > boundary:
-                row = extent.row_numel
-                shift = (boundary - cursor) % row
-                # Not even one row fits before the boundary: start behind it.
-                start = boundary if boundary - cursor < row else cursor + shift
-                extent = ParamExtent(shape=shape, start=start)
-                crossings = (extent.stop - 1) // shard_numel - extent.start // shard_numel
-                if crossings > 1 and shard_numel % row != 0:
-                    return None
-        extents.append(extent)
-        cursor = extent.stop
-    return tuple(extents) if cursor <= num_ranks * shard_numel else None
+        numel, row = prod(shape), prod(shape[1:])
+        if numel > 0:
+            before_boundary = shard_numel - cursor % shard_numel
+            if before_boundary < min(row, numel):
+                cursor += before_boundary  # not even one row fits: start behind the boundary
+            elif before_boundary < numel:
+                cursor += before_boundary % row
+        extents.append(ParamExtent(shape=shape, start=cursor))
+        cursor += numel
+    return tuple(extents), cursor

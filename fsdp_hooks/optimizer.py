@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.placeholder import Relinquished
+
 _NEED_WHOLE_TENSORS: Final = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
 
 
@@ -26,7 +28,8 @@ def shard_optimizer[OptimizerT: torch.optim.Optimizer](optimizer: OptimizerT) ->
         The same optimizer.
 
     Raises:
-        ValueError: it needs whole tensors, which a shard is not; or it has taken a step.
+        ValueError: it needs whole tensors, which a shard is not; it was built before
+            ``fully_shard``; or it has taken a step.
     """
     name = type(optimizer).__name__
     if name in _NEED_WHOLE_TENSORS:
@@ -34,6 +37,9 @@ def shard_optimizer[OptimizerT: torch.optim.Optimizer](optimizer: OptimizerT) ->
             f"{name} needs whole tensors; expected an elementwise optimizer of torch.optim, such "
             "as AdamW or SGD (not built yet for sharded parameters)"
         )
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param, Relinquished):
+            raise ValueError(f"{name} was built before fully_shard. {param.refusal()}")
     if optimizer.state:
         raise ValueError(f"{name} has taken a step already; call shard_optimizer before the first")
     split: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ Until ``publish`` nothing outside the step has changed: a step that fails can be
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -31,13 +31,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_hooks.buffer import FlatBuffer, rows_of
 from fsdp_hooks.collectives import Communicator
 from fsdp_hooks.layout import ParamExtent, flat_layout
-from fsdp_hooks.placeholder import placeholder_for
+from fsdp_hooks.placeholder import Placeholder, placeholder_for, relinquish
 from fsdp_hooks.placement import Placement, Placements
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlot:
-    """One parameter and every place that holds it (more than one if it is tied)."""
+    """One parameter and every place that holds it (more than one if it is tied).
+
+    Once the group is made, ``param`` is relinquished: its memory is free, its attributes remain.
+    """
 
     name: str
     param: nn.Parameter
@@ -69,6 +72,7 @@ class ParamGroup:
         self.mesh = mesh
         self.placements = placements
         self.requires_grad = first.requires_grad
+        self.dtype = first.dtype
         self.reduces_each_microbatch = reduces_each_microbatch
         self.layout = flat_layout([tuple(slot.param.shape) for slot in slots], mesh.size())
         self._rank = mesh.get_local_rank()
@@ -93,12 +97,44 @@ class ParamGroup:
         self._sealed: deque[list[Tensor | None]] = deque()
         self._step_grad: Tensor | None = None
 
+    def name_unit(self, unit_name: str) -> None:
+        """The unit's name from the root, known once there is a root."""
+        for held in self.placeholders:
+            assert isinstance(held, Placeholder)
+            held.unit_name = unit_name
+
     @property
     def releases(self) -> bool:
         """Whether the compute parameters' storage is given back between uses."""
         return self.placements.param is Placement.SHARD
 
+    def owners(self) -> Iterator[nn.Module]:
+        """The modules that hold the parameters; one may come twice."""
+        return (module for slot in self.slots for module, _ in slot.owners)
+
     # ---- where the module's parameters are ----------------------------------------------------
+
+    def relinquish(self, unit_name: str) -> None:
+        """Take the parameters that the modules had before; nothing else may read them now."""
+        for slot in self.slots:
+            relinquish(slot.param, name=slot.name, unit=unit_name)
+
+    def check_sharded_params(self) -> None:
+        """At rest the modules hold ``sharded_params``, as they were made.
+
+        Raises:
+            RuntimeError: one was replaced (``load_state_dict(assign=True)``), converted
+                (``half()``), or frozen: the flat storage knows nothing of it.
+        """
+        for slot, param in zip(self.slots, self.sharded_params, strict=True):
+            is_same = all(module._parameters[name] is param for module, name in slot.owners)
+            if is_same and param.dtype is self.dtype and param.requires_grad is self.requires_grad:
+                continue
+            raise RuntimeError(
+                f"parameter {slot.name} was replaced, converted or frozen after fully_shard; "
+                "expected the sharded parameter as it was made. Do so before fully_shard, and "
+                "copy new values into it"
+            )
 
     def install(self, params: Sequence[nn.Parameter]) -> None:
         """Put one of ``compute_params``, ``sharded_params``, ``placeholders`` on the modules."""
@@ -169,6 +205,11 @@ class ParamGroup:
         held = self._step_grad
         self._step_grad = reduced if held is None else held.add_(reduced)
 
+    def holds_contributions(self, *, is_last: bool) -> bool:
+        """Whether gradients wait for ``seal``, or an end of the step for what was accumulated."""
+        return bool(self._pending) or (is_last and self._accumulated is not None)
+
+    @torch.no_grad()
     def publish(self) -> None:
         """Host, after every reduction: add the step's gradient to ``.grad``."""
         if (step_grad := self._step_grad) is None:
@@ -180,6 +221,14 @@ class ParamGroup:
                 param.grad = self._as_dtensor(local, extent.shape)
             else:
                 _local_of(param.grad).add_(local)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """As ``nn.Module.zero_grad``, for the sharded parameters."""
+        for param in self.sharded_params:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
 
     def drop_grads(self) -> None:
         """After a failure: forget all of this step's contributions."""
@@ -251,9 +300,7 @@ class ParamGroup:
 
     def _pack(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The flat input of the reduction. What the fresh buffer held before never shows."""
-        whole = torch.empty(
-            self.layout.numel, dtype=self._main.dtype, device=self._main.device
-        )
+        whole = torch.empty(self.layout.numel, dtype=self._main.dtype, device=self._main.device)
         for start, stop in self._gaps:
             whole[start:stop].zero_()
         views: list[Tensor] = []

@@ -1,10 +1,10 @@
-"""What a module holds in place of a released parameter: a tensor that refuses to be read.
+"""Tensors that refuse to be read, where a read would give freed or outdated memory.
 
-A read of released storage would crash the process. This one raises instead, with the names.
+A read of released storage would crash the process. These raise instead, with the names.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, final, override
 
 import torch
 from torch import Tensor, nn
@@ -13,29 +13,43 @@ _METADATA: Final = frozenset(
     {
         torch.Tensor.shape.__get__,
         torch.Tensor.dtype.__get__,
-        torch.Tensor.device.__get__,
         torch.Tensor.requires_grad.__get__,
         torch.Tensor.grad.__get__,
         torch.Tensor.ndim.__get__,
         torch.Tensor.is_leaf.__get__,
-        torch.Tensor.is_cuda.__get__,
         torch.Tensor.size,
         torch.Tensor.dim,
         torch.Tensor.numel,
-        torch.Tensor.__repr__,
+        torch.Tensor.nelement,
+        torch.Tensor.element_size,
+        torch.Tensor.is_floating_point,
     }
 )
-"""What may be asked of a released parameter: everything but its values."""
+"""What may be asked of a placeholder: everything but its values."""
 
 
-@final
 class Placeholder(Tensor):
-    """Shape and dtype of a parameter, without its values."""
+    """What a module holds in place of a released parameter: shape and dtype without values."""
 
     parameter_name: str
     unit_name: str
+    true_device: torch.device
+    """Where the parameter is when it is gathered. (A placeholder is on ``meta``.)"""
+
+    def refusal(self) -> str:
+        """Why it cannot be read, and what to do."""
+        return (
+            f"{self.parameter_name} is read while unit {self.unit_name} is released; expected the "
+            "unit to be gathered first. Call the module itself rather than its forward(), or add "
+            "the unit's UNSHARD to the plan ahead of this use"
+        )
+
+    @override
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}({self.parameter_name} of unit {self.unit_name})"
 
     @classmethod
+    @override
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -43,15 +57,28 @@ class Placeholder(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        held = next(_placeholders((args, tuple((kwargs or {}).values()))))
+        if func == torch.Tensor.device.__get__:
+            return held.true_device
+        if func == torch.Tensor.is_cuda.__get__:
+            return held.true_device.type == "cuda"
         if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[arg-type]
-        released = next((a for a in args if isinstance(a, Placeholder)), None)
-        name = "a parameter" if released is None else released.parameter_name
-        unit = "its unit" if released is None else f"unit {released.unit_name}"
-        raise RuntimeError(
-            f"{name} is read while {unit} is released; expected {unit} to be gathered first. "
-            "Call the module itself rather than its forward(), or add the unit's UNSHARD to the "
-            "plan ahead of this use"
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(held.refusal())
+
+
+@final
+class Relinquished(Placeholder):
+    """What becomes of the parameter that a module had before it was sharded. Whoever still holds
+    it is told so: an optimizer that was built too early, a module that shares the weight."""
+
+    @override
+    def refusal(self) -> str:
+        return (
+            f"{self.parameter_name} was sharded with unit {self.unit_name}, and this is the "
+            "parameter from before; expected the module's own. Build optimizers after "
+            "fully_shard, and share parameters within one unit only"
         )
 
 
@@ -59,7 +86,32 @@ def placeholder_for(param: nn.Parameter, *, name: str, unit: str) -> nn.Paramete
     """A placeholder of ``param``'s shape and dtype. Holds no memory."""
     meta = torch.empty_like(param, device="meta", requires_grad=False)
     held = torch.Tensor._make_subclass(Placeholder, meta, param.requires_grad)
+    _label(held, name=name, unit=unit, device=param.device)
+    # nn.Module accepts any tensor in ``_parameters``; Parameter is what annotations ask for.
+    return held  # pyright: ignore[reportReturnType]
+
+
+def relinquish(param: nn.Parameter, *, name: str, unit: str) -> None:
+    """Turn a parameter that has been sharded into ``Relinquished``, and free its memory."""
+    device = param.device
+    param.grad = None
+    param.data = torch.empty(0, dtype=param.dtype, device=device)
+    # As ``nn.UninitializedParameter`` does: whoever holds the object must see the change.
+    param.__class__ = Relinquished  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(param, Relinquished)
+    _label(param, name=name, unit=unit, device=device)
+
+
+def _label(held: Placeholder, *, name: str, unit: str, device: torch.device) -> None:
     held.parameter_name = name
     held.unit_name = unit
-    # nn.Module accepts any tensor in ``_parameters``; Parameter is what annotations ask for.
-    return held  # type: ignore[return-value]
+    held.true_device = device
+
+
+def _placeholders(values: Iterable[Any]) -> Iterator[Placeholder]:
+    """The placeholders in nested tuples and lists, as arguments of a torch function."""
+    for value in values:
+        if isinstance(value, Placeholder):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _placeholders(value)

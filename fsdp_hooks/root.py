@@ -54,16 +54,21 @@ class FsdpRoot:
         """Swap compute parameters (or placeholders, where they must be gathered) onto the modules.
 
         Raises:
-            RuntimeError: a step is under way already.
+            RuntimeError: a step is under way already, or the module's parameters are not those
+                that it was sharded with.
         """
         if self.context.driver is not Driver.REST:
             raise RuntimeError(
                 f"begin({driver.value}) while {self.context.driver.value} drives the step; "
                 "expected it at rest. Finish the backward of the step under way, or call abort()"
             )
-        self.context.driver = driver
+        for unit in self.units:
+            unit.check_at_rest()
         for unit in self.units:
             unit.swap_in()
+        self.context.driver = driver
+        # Gathers read main weights, which the optimizer, in the caller's stream, may still write.
+        self.context.caller.hold(self.context.ag)
 
     def pre_backward(self, microbatch: int) -> None:
         self.context.microbatch = microbatch
@@ -74,19 +79,27 @@ class FsdpRoot:
         On CUDA this orders streams and does not block the host.
 
         Raises:
-            BaseException: what a gather or a reduction of the step raised.
+            BaseException: what a gather or a reduction of the step raised; the step is dropped.
         """
         context = self.context
-        for unit in self.units:
-            if unit.releases and unit.state is UnitState.UNSHARDED:
-                unit.reshard(after=(context.caller.record("end"),))
-        # The optimizer, in the caller's stream, must not read gradients before they are reduced
-        # nor change main weights while a gather still reads them.
-        for stream in (context.rs, context.ag):
-            context.caller.wait_stream(stream)
+        try:
+            self.release_all()
+            # The optimizer, in the caller's stream, must not read gradients before they are
+            # reduced nor change main weights while a gather still reads them.
+            for stream in (context.rs, context.ag):
+                context.caller.wait_stream(stream)
+        except BaseException:
+            self.abort()
+            raise
         for unit in self.units:
             unit.swap_out()
         context.driver = Driver.REST
+
+    def release_all(self) -> None:
+        """Issue the release of every unit that is still gathered, behind the caller's work."""
+        for unit in self.units:
+            if unit.releases and unit.state is UnitState.UNSHARDED:
+                unit.reshard(after=(self.context.caller.record("end"),))
 
     def abort(self) -> None:
         """Drain the lanes and drop this step: nothing gathered, no gradient of it kept."""

@@ -139,6 +139,8 @@ class ThreadState:
     autocast_cache: bool
     saved_tensor_hooks: tuple[Callable[..., object], Callable[..., object]] | None
     multithreaded_backward: bool
+    num_threads: int
+    """Intra-op threads."""
 
     @classmethod
     def capture(cls) -> "ThreadState":
@@ -152,10 +154,16 @@ class ThreadState:
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks=None if hooks is None else (hooks[0], hooks[1]),
             multithreaded_backward=torch._C._is_multithreading_enabled(),
+            num_threads=torch.get_num_threads(),
         )
 
     def enter(self, stack: ExitStack) -> None:
-        """Put the modes in force in this thread until ``stack`` closes."""
+        """Put the modes in force in this thread until ``stack`` closes.
+
+        Not so the number of threads, which is nobody's default and stays.
+        """
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
         stack.enter_context(torch.inference_mode(self.inference))
         stack.enter_context(torch.set_grad_enabled(self.grad))
         for device, dtype in self.autocast:
@@ -164,9 +172,7 @@ class ThreadState:
             )
         if self.saved_tensor_hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
-        stack.enter_context(
-            torch.autograd.set_multithreading_enabled(self.multithreaded_backward)
-        )
+        stack.enter_context(torch.autograd.set_multithreading_enabled(self.multithreaded_backward))
 
 
 @final
@@ -219,13 +225,12 @@ class _Item(NamedTuple):
 class _Shared:
     """What a stream and its worker share; the worker holds no reference to the stream itself."""
 
-    __slots__ = ("failure", "num_threads", "observer", "queue")
+    __slots__ = ("failure", "observer", "queue")
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[_Item | None] = SimpleQueue()
         self.failure: BaseException | None = None
         self.observer: StreamObserver | None = None
-        self.num_threads: int = torch.get_num_threads()
 
 
 @final
@@ -280,7 +285,6 @@ _UNRECORDED: Final = completed("unrecorded work")
 
 def _serve(lane: str, shared: _Shared) -> None:
     """A worker's life. Issuer's modes stay in force until work with other modes comes."""
-    torch.set_num_threads(shared.num_threads)
     stack = ExitStack()
     state: ThreadState | None = None
     while (item := shared.queue.get()) is not None:
@@ -332,21 +336,16 @@ class InlineStream:
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Event:
         observer = self._observer
-        if observer is None:
-            try:
-                work()
-            except BaseException as error:
-                _blame(error, word)
-                raise
-            return _UNRECORDED
-        observer.on_issue(self.lane, word)
+        if observer is not None:
+            observer.on_issue(self.lane, word)
         start_ns = perf_counter_ns()
         try:
             work()
         except BaseException as error:
             _blame(error, word)
             raise
-        observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
+        if observer is not None:
+            observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
         return _UNRECORDED
 
     def synchronize(self) -> BaseException | None:
@@ -442,12 +441,20 @@ class CallerStream:
             torch.cuda.current_stream().wait_event(event.cuda)
             return
         wait_ns = perf_counter_ns()
+        blocks = isinstance(event, Completion) and not event.is_open()
         event.wait()
         if self._observer is not None:
             now_ns = perf_counter_ns()
-            self._observer.on_span(
-                Span(self.lane, word, wait_ns, now_ns, now_ns, event.word, event.lane)
-            )
+            span = Span(self.lane, word, wait_ns, now_ns, now_ns)
+            if blocks:
+                span = span._replace(blocked_on=event.word, blocked_by_lane=event.lane)
+            self._observer.on_span(span)
+
+    def hold(self, stream: Stream) -> None:
+        """Let what ``stream`` is given next wait for all that the caller has issued."""
+        if self._on_cuda:
+            event = self.record("caller")
+            stream.run(_nothing, word="wait for caller", after=(event,), record=False)
 
     def wait_stream(self, stream: Stream) -> None:
         """Let what the caller issues next wait for all that ``stream`` has been given.

@@ -39,21 +39,16 @@ class FsdpUnit:
         self.name = name
         self.module = module
         self.groups = tuple(groups)
-        self.uses = 0
-        """On the standard path: forwards and backwards that read the parameters now."""
-        self.open_forwards = 0
-        """On the standard path: forwards whose backward is not done."""
         self._context = context
         self._state = UnitState.SHARDED
         self._stream_state = UnitState.SHARDED
         self._gathered: Event = NOTHING_DONE
         self._words = {op: f"{op}.{name}" for op in ("UNSHARD", "RESHARD", "REDUCE")}
-        self.handles = [
-            param.register_post_accumulate_grad_hook(_Door(self, group, index))
-            for group in self.groups
-            if group.requires_grad
-            for index, param in enumerate(group.compute_params)
-        ]
+        for group in self.groups:
+            group.name_unit(name)
+            if group.requires_grad:
+                for index, param in enumerate(group.compute_params):
+                    param.register_post_accumulate_grad_hook(_Door(self, group, index))
 
     @property
     def state(self) -> UnitState:
@@ -64,12 +59,25 @@ class FsdpUnit:
         return any(group.releases for group in self.groups)
 
     @property
+    def is_trainable(self) -> bool:
+        return any(group.requires_grad for group in self.groups)
+
+    @property
     def reduces_each_microbatch(self) -> bool:
         return any(group.reduces_each_microbatch for group in self.groups)
 
     @property
     def unsharded_bytes(self) -> int:
         return sum(group.storage.nbytes for group in self.groups if group.releases)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of storage that the unit's release frees."""
+        return any(group.releases and group.storage.holds(tensor) for group in self.groups)
+
+    def holds_contributions(self, *, is_last: bool) -> bool:
+        """Whether gradients wait for ``seal``; at the end of a step those of earlier microbatches
+        count."""
+        return any(group.holds_contributions(is_last=is_last) for group in self.groups)
 
     # ---- issued by the host -------------------------------------------------------------------
 
@@ -92,15 +100,11 @@ class FsdpUnit:
         if not self.releases:
             return NOTHING_DONE
         self._move(UnitState.SHARDED, "reshard")
-        return self._context.ag.run(
-            self._release, word=word or self._words["RESHARD"], after=after
-        )
+        return self._context.ag.run(self._release, word=word or self._words["RESHARD"], after=after)
 
     def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
         """Issue the reduction of the oldest sealed gradients, behind ``after``."""
-        return self._context.rs.run(
-            self._reduce, word=word or self._words["REDUCE"], after=after
-        )
+        return self._context.rs.run(self._reduce, word=word or self._words["REDUCE"], after=after)
 
     def _move(self, to: UnitState, call: str) -> None:
         if to not in LEGAL_MOVES[self._state]:
@@ -114,7 +118,11 @@ class FsdpUnit:
     # ---- in stream time, on the compute lane --------------------------------------------------
 
     def ensure(self) -> None:
-        """The safety net: parameters are there when this returns. A gather here is a miss."""
+        """The safety net under a schedule: parameters are there when this returns.
+
+        A gather here is a miss. The plan's checker proves that no gather of the unit is queued and
+        unfinished meanwhile.
+        """
         if self._stream_state is UnitState.UNSHARDED or not self.releases:
             return
         self._context.counters.hook_misses += 1
@@ -170,6 +178,15 @@ class FsdpUnit:
 
     # ---- begin, end, abort; called with drained lanes -----------------------------------------
 
+    def check_at_rest(self) -> None:
+        """The module holds the parameters that it was sharded with.
+
+        Raises:
+            RuntimeError: one of them was replaced, converted or frozen since.
+        """
+        for group in self.groups:
+            group.check_sharded_params()
+
     def swap_in(self) -> None:
         """Compute parameters where they are resident, placeholders where they must be gathered."""
         for group in self.groups:
@@ -177,6 +194,8 @@ class FsdpUnit:
 
     def swap_out(self) -> None:
         """Back to the sharded parameters, with this step's gradient in their ``.grad``."""
+        if self._stream_state is UnitState.UNSHARDED:
+            self._release()  # gathered by the safety net: no release was issued
         for group in self.groups:
             group.publish()
             group.install(group.sharded_params)
@@ -186,8 +205,7 @@ class FsdpUnit:
         if self.releases:
             self._release()
         self._state = UnitState.SHARDED
-        self.uses = 0
-        self.open_forwards = 0
+        self._gathered = NOTHING_DONE  # it may hold the failure, and that the frames it came from
         for group in self.groups:
             group.drop_grads()
             group.install(group.sharded_params)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ep_overlap.argument_checks import remarks
-from ep_overlap.arguments import (
+from ep_overlap.cli import main
+from ep_overlap.commands.argument_checks import remarks
+from ep_overlap.commands.arguments import (
     BenchArguments,
     DeviceChoice,
     ModelName,
@@ -17,7 +18,6 @@ from ep_overlap.arguments import (
     TrainArguments,
     parse,
 )
-from ep_overlap.cli import main
 from ep_overlap.plan.lower import Strategy
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +55,12 @@ REFUSED = [
         "--gradient-accumulation-fusion is not built yet; leave it out",
     ),
     ("train --data no_such_file.txt", "--data no_such_file.txt: no such file"),
-    ("train --load no_such_dir", "--load no_such_dir: no such directory"),
+    ("train --load no_such_dir", "--load is not built yet; leave it out"),
+    ("train --save out", "--save is not built yet; leave it out"),
+    (
+        "bench --data-parallel-sharding-strategy optim",
+        "strategy 'optim' is not built yet; use one of no_shard, optim_grads_params",
+    ),
     ("train --json no_such_dir/a.json", "there is no directory no_such_dir"),
     ("train --trace tests", "--trace tests: expected a file, got a directory"),
     (f"train {OVERLAP} --order no_such_order", "expected serial, plain, paired, or a readable"),
@@ -133,7 +138,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         num_layers=4,
         hidden_size=128,
         num_attention_heads=4,
-        ffn_hidden_size=256,
+        moe_layer_freq=1,
         moe_ffn_hidden_size=256,
         num_experts=4,
         moe_router_topk=2,
@@ -290,7 +295,7 @@ def test_an_order_file_that_does_not_hold_shows_its_place(
 def test_an_order_file_written_from_a_plan_gives_that_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ep_overlap.plan_arguments import plan_of
+    from ep_overlap.commands.plan_arguments import plan_of
 
     args = PlanArguments(overlap_moe_expert_parallel_comm=True, num_layers=2, order="plain")
     order = tmp_path / "order.txt"

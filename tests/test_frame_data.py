@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_overlap.data import DEFAULT_CORPUS_BYTES, VOCAB_SIZE, ByteBatches, load_bytes
+from ep_overlap.commands.data import DEFAULT_CORPUS_BYTES, VOCAB_SIZE, ByteBatches, load_bytes
 
 
 def batches(

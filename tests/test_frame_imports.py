@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 SCHEDULE = {"plan", "run", "config", "schedule"}
-FLAGS = {"plan", "arguments", "plan_arguments", "argument_checks"}
-PROCESSES = {"ranks", "shaped_link", "launch"}
 
 PARTS = {
     "plan": {"plan"},
@@ -21,26 +19,14 @@ PARTS = {
     "config": {"plan", "config"},
     "schedule": SCHEDULE,
     "models": {"models", *SCHEDULE},
-    "data": set[str](),
-    "arguments": {"plan"},
-    "plan_arguments": {"plan", "arguments"},
-    "argument_checks": {"plan", "arguments", "plan_arguments"},
-    "ranks": set[str](),
-    "shaped_link": set[str](),
-    "launch": {"shaped_link"},
-    "world": {"arguments"},
-    "parity": {"world"},
-    "testing": {"report", "models", "ranks", *SCHEDULE},
-    "report": {"report", "models", "data", "world", *SCHEDULE, *FLAGS, *PROCESSES},
+    "processes": {"processes"},
+    "report": {"report", "models", *SCHEDULE},
+    "testing": {"report", "models", "processes", *SCHEDULE},
+    "commands": {"commands", "report", "models", "processes", *SCHEDULE},
 }
 """What each part of ep_overlap (a folder or a file of its top level) may import of ep_overlap:
 downward only. A new part needs a line here."""
 
-TRAINING = {"trainee", "train"}
-"""What puts everything together; ``report.bench`` is the third of them."""
-
-PARTS |= {part: {*PARTS, *TRAINING} for part in TRAINING}
-PARTS["report.bench"] = {*PARTS, *TRAINING}
 PARTS["cli"] = {*PARTS}
 
 SHARDING_SEEN_BELOW_MODELS = {"lifecycle", "streams", "wgrad", "link", "link_speed", "link_times"}
@@ -89,8 +75,7 @@ def test_ep_overlap_imports_downward_only(path: Path) -> None:
     known = {part_of(module_of(source)) for source in sources("ep_overlap")}
     seen = {part_of(name) for name in imports(path) if is_in(name, "ep_overlap")} & known - {""}
     if module != "ep_overlap":  # the package's own file names the public names, wherever they live
-        exact = module.removeprefix("ep_overlap.")
-        assert seen <= PARTS[exact if exact in PARTS else part_of(module)]
+        assert seen <= PARTS[part_of(module)]
 
 
 @pytest.mark.parametrize("path", sources("fsdp_hooks"), ids=module_of)
@@ -114,9 +99,9 @@ def test_the_schedule_sees_sharding_through_its_narrow_files_alone(part: str) ->
     [
         *sources("ep_overlap/plan"),
         ROOT / "ep_overlap/__init__.py",
-        ROOT / "ep_overlap/arguments.py",
-        ROOT / "ep_overlap/argument_checks.py",
-        ROOT / "ep_overlap/plan_arguments.py",
+        ROOT / "ep_overlap/commands/arguments.py",
+        ROOT / "ep_overlap/commands/argument_checks.py",
+        ROOT / "ep_overlap/commands/plan_arguments.py",
         ROOT / "ep_overlap/report/plan_text.py",
         ROOT / "fsdp_hooks/__init__.py",
         ROOT / "fsdp_hooks/link_speed.py",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ep_overlap.launch import launch
-from ep_overlap.shaped_link import ShapedLink
+from ep_overlap.processes.launch import launch
+from ep_overlap.processes.shaped_link import ShapedLink
 
 
 def _python(code: str, *args: str) -> list[str]:
@@ -140,7 +140,7 @@ time.sleep(600)
 """
 LAUNCH = """
 import sys
-from ep_overlap import launch
+from ep_overlap.processes import launch
 launch.TERMINATE_S = 0.3
 sys.exit(launch.launch([sys.executable, "-c", sys.argv[1], sys.argv[2]], nproc=2))
 """

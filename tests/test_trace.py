@@ -10,7 +10,12 @@ def wait(start_ns: int, end_ns: int, lane: str = "comm") -> Span:
 
 
 def busy(
-    start_ns: int, end_ns: int, *, lane: Lane | None = Lane.COMM, inline: bool = False, skew: int = 0
+    start_ns: int,
+    end_ns: int,
+    *,
+    lane: Lane | None = Lane.COMM,
+    inline: bool = False,
+    skew: int = 0,
 ) -> Busy:
     return Busy(lane=lane, on_compute_lane=inline, interval=(start_ns, end_ns), skew_ns=skew)
 

@@ -13,11 +13,12 @@ became 771 instead of 0.61.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from ep_overlap.plan.action import Action, Compute, Lane
 from ep_overlap.plan.edges import walk
 
-_OTHER = {Lane.COMP: Lane.COMM, Lane.COMM: Lane.COMP}
+_OTHER: Final = {Lane.COMP: Lane.COMM, Lane.COMM: Lane.COMP}
 
 
 def release_points(actions: Sequence[Action]) -> tuple[int | None, ...]:

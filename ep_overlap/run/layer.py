@@ -97,9 +97,13 @@ class MoELayerParts[StateT](LayerParts, Protocol):
 class DenseLayerParts[StateT](LayerParts, Protocol):
     """A layer without experts."""
 
-    def attn(self, state: StateT, hidden: Tensor) -> Tensor: ...
+    def attn(self, state: StateT, hidden: Tensor) -> Tensor:
+        """Attention and its residual. ``[S, B, H]`` to ``[S, B, H]``."""
+        ...
 
-    def mlp(self, state: StateT, hidden: Tensor) -> Tensor: ...
+    def mlp(self, state: StateT, hidden: Tensor) -> Tensor:
+        """Norm, MLP and residual. ``[S, B, H]`` to ``[S, B, H]``."""
+        ...
 
 
 class ModelParts[BatchT, StateT](Protocol):
@@ -111,7 +115,9 @@ class ModelParts[BatchT, StateT](Protocol):
         ...
 
     @property
-    def layers(self) -> Sequence[MoELayerParts[StateT] | DenseLayerParts[StateT]]: ...
+    def layers(self) -> Sequence[MoELayerParts[StateT] | DenseLayerParts[StateT]]:
+        """In forward order."""
+        ...
 
     def begin(self, batch: BatchT) -> StateT:
         """State of one microbatch in flight: inputs, and what routing keeps between nodes.

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ep_overlap.arguments import ModelFlags, ModelName, OptimizerName
+from ep_overlap.commands.arguments import ModelFlags, ModelName, OptimizerName
+from ep_overlap.commands.data import VOCAB_SIZE
+from ep_overlap.commands.world import Meshes, World
 from ep_overlap.config import OverlapConfig
-from ep_overlap.data import VOCAB_SIZE
 from ep_overlap.models.groups import ExpertGroups, lone_expert_groups
 from ep_overlap.report.meter import LinkMeter
 from ep_overlap.run.layer import ModelParts
 from ep_overlap.run.trace import StepTrace
 from ep_overlap.schedule import OverlapSchedule, StepResult
-from ep_overlap.world import Meshes, World
 from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.fully_shard import fully_shard
@@ -166,6 +166,7 @@ def _build_parts(
             topk=sizes.moe_router_topk,
             seq_length=recipe.seq_length,
             vocab_size=VOCAB_SIZE,
+            moe_layer_freq=sizes.moe_layer_freq,
             dtype=torch.float32,
         )
         model = MoETransformer(config, groups, seed=recipe.seed, device=world.device)
@@ -184,6 +185,7 @@ def _build_parts(
                 topk=sizes.moe_router_topk,
                 seq_length=recipe.seq_length,
                 vocab_size=VOCAB_SIZE,
+                moe_layer_freq=sizes.moe_layer_freq,
             ),
             groups,
             seed=recipe.seed,

@@ -5,21 +5,24 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, cast
 
-from ep_overlap.arguments import (
+from ep_overlap.commands.arguments import (
     Arguments,
     BenchArguments,
     ModelFlags,
+    ModelName,
     PlanArguments,
     RankFlags,
     TimelineArguments,
     TrainArguments,
 )
+from ep_overlap.commands.plan_arguments import plan_of
 from ep_overlap.plan.lower import Strategy
-from ep_overlap.plan_arguments import plan_of
 from fsdp_hooks.link_speed import parse_rate
+from fsdp_hooks.placement import placements_of
 
 LINK_KINDS: Final = ("paced", "shaped")
 
@@ -27,7 +30,7 @@ _COUNTS: Final = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
-    "ffn_hidden_size",
+    "moe_layer_freq",
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_router_topk",
@@ -54,12 +57,14 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
         case TrainArguments():
             yield from _bad_model(args)
             yield from _bad_ranks(args, args.num_experts, environ)
+            yield from _bad_setup(args)
             yield from _bad_training(args)
             if args.overlap_moe_expert_parallel_comm:
                 yield from _bad_plan(args)
         case BenchArguments():
             yield from _bad_model(args)
             yield from _bad_ranks(args, args.num_experts, environ)
+            yield from _bad_setup(args)
             yield from _bad_link(args.link)
         case TimelineArguments():
             yield from _bad_window(args)
@@ -140,19 +145,30 @@ def _bad_ranks(args: RankFlags, num_experts: int, environ: Mapping[str, str]) ->
         )
 
 
+def _bad_setup(args: TrainArguments | BenchArguments) -> Iterator[str]:
+    """What the run's model and sharding need and is not there."""
+    try:
+        placements_of(str(args.data_parallel_sharding_strategy))
+    except ValueError as error:
+        yield f"--data-parallel-sharding-strategy: {error}"
+    if args.model is ModelName.MEGATRON and find_spec("megatron") is None:
+        yield (
+            "--model megatron: megatron-core is not installed; "
+            "pip install 'ep-overlap[megatron]', or take --model reference"
+        )
+
+
 def _bad_training(args: TrainArguments) -> Iterator[str]:
     if not (math.isfinite(args.lr) and args.lr >= 0):
         yield f"--lr: expected a finite number, 0 or more, got {args.lr}"
     for name, is_set in (
         ("delay_wgrad_compute", args.delay_wgrad_compute),
         ("gradient_accumulation_fusion", args.gradient_accumulation_fusion),
+        ("save", args.save is not None),
+        ("load", args.load is not None),
     ):
         if is_set:
             yield f"{_spelled(name)} is not built yet; leave it out"
-    if args.load is not None and not args.load.is_dir():
-        yield f"--load {args.load}: no such directory"
-    if args.save is not None and args.save.exists() and not args.save.is_dir():
-        yield f"--save {args.save}: expected a directory, got a file"
     if args.data is not None:
         yield from _bad_data(args.data, args.seq_length + 1)
 

@@ -17,17 +17,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ep_overlap.arguments import BenchArguments
+from ep_overlap.commands.arguments import BenchArguments
+from ep_overlap.commands.data import ByteBatches, load_bytes
+from ep_overlap.commands.results import write_json, write_trace
+from ep_overlap.commands.running import model_environment, own_command, recipe_of, running
+from ep_overlap.commands.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
+from ep_overlap.commands.world import Meshes, World, choose_device, open_world
 from ep_overlap.config import OverlapConfig
-from ep_overlap.data import ByteBatches, load_bytes
-from ep_overlap.launch import launch
 from ep_overlap.plan.order import OrderName
-from ep_overlap.report.results import write_json, write_trace
+from ep_overlap.processes.launch import launch
+from ep_overlap.processes.shaped_link import ShapedLink
 from ep_overlap.run.trace import ChromeTrace, HiddenShare
-from ep_overlap.running import model_environment, own_command, recipe_of, running
-from ep_overlap.shaped_link import ShapedLink
-from ep_overlap.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
-from ep_overlap.world import Meshes, World, choose_device, open_world
 from fsdp_hooks.link_speed import LinkSpeed, parse_rate
 
 OFF: Final = "off"

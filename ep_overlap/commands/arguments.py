@@ -69,9 +69,9 @@ class ModelFlags:
     num_layers: int = _flag(4, "transformer layers")
     hidden_size: int = _flag(128, "width of the residual stream")
     num_attention_heads: int = _flag(4, "attention heads")
-    ffn_hidden_size: int = _flag(256, "hidden width of dense feed-forward layers")
+    moe_layer_freq: int = _flag(1, "every so-manyth layer, from the first, has experts")
     num_experts: int = _flag(4, "experts of each MoE layer, over all ranks")
-    moe_ffn_hidden_size: int = _flag(256, "hidden width of an expert")
+    moe_ffn_hidden_size: int = _flag(256, "hidden width of an expert, and of a dense layer's MLP")
     moe_router_topk: int = _flag(2, "experts that each token is sent to")
 
 
@@ -180,6 +180,7 @@ class PlanArguments(ShardingFlags, OverlapFlags, ResultFlags):
     """plan"""
 
     num_layers: int = _flag(4, "transformer layers")
+    moe_layer_freq: int = _flag(1, "every so-manyth layer, from the first, has experts")
     num_microbatches: int = _flag(4, "microbatches of a step, per rank")
     check: bool = _flag(False, "check the plan and say what was proved, instead of printing it")
 

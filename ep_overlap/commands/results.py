@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from ep_overlap.commands.world import World
 from ep_overlap.run.trace import ChromeTrace
-from ep_overlap.world import World
 
 
 def write_json(path: Path | None, result: Mapping[str, object]) -> None:

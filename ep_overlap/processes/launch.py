@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Final
 
-from ep_overlap.shaped_link import INTERFACE, ShapedLink
+from ep_overlap.processes.shaped_link import INTERFACE, ShapedLink
 
 __all__ = ["LAUNCHED", "ShapedLink", "launch"]
 

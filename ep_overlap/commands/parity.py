@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ep_overlap.world import World, local_part
+from ep_overlap.commands.world import World, local_part
 
 CLOSE_TOLERANCE: Final = 1e-5
 """Largest difference, relative to the tensor's largest entry, that counts as rounding in fp32."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ep_overlap.arguments import PlanArguments, TrainArguments
+from ep_overlap.commands.arguments import PlanArguments, TrainArguments
 from ep_overlap.plan.action import LayerKind
 from ep_overlap.plan.build import build_plan, plan_from_words
 from ep_overlap.plan.lower import Sharding
@@ -17,7 +17,12 @@ def plan_of(args: PlanArguments | TrainArguments) -> Plan:
         ValueError: an order file that cannot be read or does not hold, or a budget of units below
             what the order needs.
     """
-    shape = ModelShape(layers=(LayerKind.MOE,) * args.num_layers)
+    shape = ModelShape(
+        layers=tuple(
+            LayerKind.DENSE if index % args.moe_layer_freq else LayerKind.MOE
+            for index in range(args.num_layers)
+        )
+    )
     sharding = Sharding(
         strategy=args.data_parallel_sharding_strategy,
         max_unsharded_units=args.max_unsharded_units,

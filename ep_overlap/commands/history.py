@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from ep_overlap.parity import Parity
+from ep_overlap.commands.parity import Parity
 from ep_overlap.run.trace import HiddenShare
 from fsdp_hooks.lifecycle import ShardingStats
 

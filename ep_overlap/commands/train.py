@@ -8,18 +8,18 @@ from typing import final
 
 import torch
 
-from ep_overlap.arguments import TrainArguments
+from ep_overlap.commands.arguments import TrainArguments
+from ep_overlap.commands.data import ByteBatches, load_bytes
+from ep_overlap.commands.history import History, Iteration, progress_bar, report
+from ep_overlap.commands.parity import Parity, compare, worse
+from ep_overlap.commands.plan_arguments import order_of, read_order
+from ep_overlap.commands.results import write_json, write_trace
+from ep_overlap.commands.running import model_environment, own_command, recipe_of, running
+from ep_overlap.commands.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
+from ep_overlap.commands.world import Meshes, World, choose_device, open_world
 from ep_overlap.config import OverlapConfig
-from ep_overlap.data import ByteBatches, load_bytes
-from ep_overlap.launch import launch
-from ep_overlap.parity import Parity, compare, worse
-from ep_overlap.plan_arguments import order_of, read_order
-from ep_overlap.report.history import History, Iteration, progress_bar, report
-from ep_overlap.report.results import write_json, write_trace
+from ep_overlap.processes.launch import launch
 from ep_overlap.run.trace import ChromeTrace, StepTrace
-from ep_overlap.running import model_environment, own_command, recipe_of, running
-from ep_overlap.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
-from ep_overlap.world import Meshes, World, choose_device, open_world
 from fsdp_hooks.optimizer import global_grad_norm
 
 

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
-from ep_overlap.arguments import BenchArguments, ModelName, TrainArguments
-from ep_overlap.trainee import Recipe
-from ep_overlap.world import World
+from ep_overlap.commands.arguments import BenchArguments, ModelName, TrainArguments
+from ep_overlap.commands.trainee import Recipe
+from ep_overlap.commands.world import World
 
 
 class RunFailedError(RuntimeError):

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ep_overlap.arguments import DeviceChoice
+from ep_overlap.commands.arguments import DeviceChoice
 from fsdp_hooks.collectives import new_torch_group
 from fsdp_hooks.link import LinkGroup, new_link_group
 from fsdp_hooks.link_speed import LinkSpeed, Wire

@@ -1,0 +1,326 @@
+"""What the tests of the schedule share: sharded models, the step they are compared with, probes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models_support import random_tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_overlap.commands.world import local_part
+from ep_overlap.config import OverlapConfig
+from ep_overlap.models.groups import new_expert_groups
+from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, cross_entropy
+from ep_overlap.plan.action import NODES_OF, parse_action
+from ep_overlap.run.layer import ModelParts
+from ep_overlap.schedule import OverlapSchedule
+from ep_overlap.testing import Recording
+from fsdp_hooks import fully_shard
+from fsdp_hooks.accumulation import microbatch
+from fsdp_hooks.context import Runtime
+from fsdp_hooks.lifecycle import Driver, UnitState, lifecycle_of
+from fsdp_hooks.optimizer import shard_optimizer
+from fsdp_hooks.streams import Span, StreamKind
+
+SEQ_LENGTH = 8
+BATCH_SIZE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its sharding, and the schedule to run it under."""
+
+    strategy: str | None = None
+    order: str | None = None
+    order_text: str | None = None
+    layers: int = 2
+    microbatches: int = 2
+    freq: int = 1
+    """Layer i has experts where i is a multiple of this."""
+    ep: int = 1
+    budget: int | None = None
+    dtype: torch.dtype = torch.float32
+    megatron: bool = False
+    shared: bool = False
+    """Megatron only: a shared expert in each MoE layer."""
+    kind: StreamKind | None = None
+
+    @property
+    def config(self) -> OverlapConfig:
+        return OverlapConfig(
+            num_microbatches=self.microbatches,
+            order=self.order,
+            order_text=self.order_text,
+            max_unsharded_units=self.budget,
+            trace=True,
+        )
+
+    def __str__(self) -> str:
+        fields = {name: value for name, value in vars(self).items() if value not in (None, False)}
+        fields.pop("order_text", None)
+        return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+# ---- building ------------------------------------------------------------------------------------
+
+
+def build(case: Case) -> Any:
+    """The model's parts, sharded as the case says. Collective where there are ranks."""
+    parts = _megatron(case) if case.megatron else reference(case)
+    if case.strategy is not None:
+        _shard(parts, case)
+    return parts
+
+
+def reference(case: Case) -> MoETransformer:
+    config = ReferenceConfig(
+        num_layers=case.layers,
+        hidden_size=16,
+        num_heads=2,
+        ffn_hidden_size=24,
+        num_experts=4,
+        topk=2,
+        seq_length=SEQ_LENGTH,
+        moe_layer_freq=case.freq,
+        dtype=case.dtype,
+    )
+    return MoETransformer(config, new_expert_groups(case.ep), seed=3)
+
+
+def _megatron(case: Case) -> Any:
+    from ep_overlap.models.megatron import GPTParts
+    from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
+
+    sizes = MegatronSizes(
+        num_layers=case.layers,
+        hidden_size=16,
+        num_heads=2,
+        ffn_hidden_size=24,
+        num_experts=4,
+        topk=2,
+        seq_length=SEQ_LENGTH,
+        moe_layer_freq=case.freq,
+        shared_expert_ffn_hidden_size=12 if case.shared else None,
+        dtype=case.dtype,
+    )
+    return GPTParts(build_gpt(sizes, new_expert_groups(case.ep), seed=3))
+
+
+def _shard(parts: Any, case: Case) -> None:
+    """Ordinary parameters over all ranks, experts over the ranks that hold the same."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    dense = _mesh(list(range(num_ranks)))
+    expert = _mesh(list(range(rank % case.ep, num_ranks, case.ep)))
+    experts = frozenset(parts.expert_parameters())
+
+    def mesh_of(name: str, param: nn.Parameter) -> DeviceMesh:
+        return expert if param in experts else dense
+
+    assert case.strategy is not None
+    for layer in parts.layers:
+        fully_shard(layer.module, mesh=mesh_of, strategy=case.strategy)
+    fully_shard(
+        parts.module,
+        mesh=mesh_of,
+        strategy=case.strategy,
+        grad_divisor=num_ranks,
+        runtime=Runtime(stream_kind=case.kind),
+    )
+    lifecycle_of(parts.module)  # builds the root, and with it the groups of its lanes
+
+
+def _mesh(ranks: list[int]) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group(ranks, use_local_synchronization=True), "cpu")
+
+
+def batches(parts: Any, case: Case, seed: int, *, rank: int | None = None) -> list[Any]:
+    """One for each microbatch, other ones on every rank."""
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+    pairs = [
+        random_tokens(1000 * seed + 100 * rank + index, BATCH_SIZE, SEQ_LENGTH)
+        for index in range(case.microbatches)
+    ]
+    if case.megatron:
+        return [parts.batch(*pair) for pair in pairs]
+    return [Batch(tokens=tokens, targets=targets) for tokens, targets in pairs]
+
+
+def loss_of(case: Case) -> Callable[[Tensor, Any], Tensor]:
+    if case.megatron:
+        from ep_overlap.models.megatron import mean_loss
+
+        return mean_loss
+    return cross_entropy
+
+
+def sgd(parts: Any) -> torch.optim.Optimizer:
+    return shard_optimizer(torch.optim.SGD(parts.module.parameters(), lr=0.1))
+
+
+# ---- both paths, compared ------------------------------------------------------------------------
+
+
+def standard_step(parts: ModelParts[Any, Any], inputs: Sequence[Any], loss_fn: Any) -> list[Tensor]:
+    """The module's own forward and one backward for each microbatch."""
+    is_sharded = lifecycle_of(parts.module).strategy is not None
+    losses: list[Tensor] = []
+    for index, batch in enumerate(inputs):
+        is_last = index == len(inputs) - 1
+        with microbatch(parts.module, is_last=is_last) if is_sharded else nullcontext():
+            loss = loss_fn(parts.whole(batch), batch)
+            losses.append(loss.detach())
+            (loss / len(inputs)).backward()
+    return losses
+
+
+def gradients(parts: ModelParts[Any, Any]) -> dict[str, Tensor]:
+    """This rank's part of every gradient."""
+    return {
+        name: local_part(parameter.grad).clone()
+        for name, parameter in parts.module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def weights(parts: ModelParts[Any, Any]) -> dict[str, Tensor]:
+    return {
+        name: local_part(parameter).detach().clone()
+        for name, parameter in parts.module.named_parameters()
+    }
+
+
+def unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that differ by even one bit, or that one side lacks."""
+    return [
+        name
+        for name in sorted({*ours, *theirs})
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+    ]
+
+
+def named(losses: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"loss {index}": loss for index, loss in enumerate(losses)}
+
+
+def differences(case: Case, *, num_steps: int = 2) -> list[str]:
+    """Train the schedule beside the standard path: whatever is not bitwise equal or not right."""
+    ours, theirs = build(case), build(case)
+    loss_fn, optimizers = loss_of(case), (sgd(ours), sgd(theirs))
+    schedule = OverlapSchedule(ours, case.config, stream_kind=case.kind)
+    found: list[str] = []
+    for step in range(num_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        inputs = batches(ours, case, step)
+        losses = schedule.step(inputs, loss_fn).losses
+        expected = standard_step(theirs, inputs, loss_fn)
+        found += unequal(named(losses), named(expected))
+        found += [f"gradient of {name}" for name in unequal(gradients(ours), gradients(theirs))]
+        found += [f"no gradient of {name}" for name in weights(ours).keys() - gradients(ours)]
+        for optimizer in optimizers:
+            optimizer.step()
+        found += [f"weight {name}" for name in unequal(weights(ours), weights(theirs))]
+    if misses := lifecycle_of(ours.module).stats.hook_misses:
+        found.append(f"{misses} hook misses")
+    return found + not_at_rest(ours)
+
+
+def not_at_rest(parts: ModelParts[Any, Any]) -> list[str]:
+    """What a step left behind."""
+    root = lifecycle_of(parts.module)
+    if root.root_unit is None:
+        return []
+    units = [root.root_unit, *root.inner_units]
+    found = [f"{u.name} is unsharded" for u in units if u.releases and u.state is not SHARDED]
+    if root.stats.unsharded_bytes:
+        found.append(f"{root.stats.unsharded_bytes} bytes unsharded")
+    if root.context.driver is not Driver.REST:
+        found.append(f"driver {root.context.driver}")
+    return found
+
+
+SHARDED = UnitState.SHARDED
+
+
+# ---- looking on ----------------------------------------------------------------------------------
+
+
+class IssueLog:
+    """A ``StreamObserver`` that writes what is issued into a recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def on_issue(self, lane: str, word: str) -> None:
+        self._recording.add(word, lane)
+
+    def on_span(self, span: Span) -> None: ...
+
+
+def actions_among(words: Sequence[str]) -> list[str]:
+    """Less the streams' own words, such as ``end of comp``."""
+
+    def is_action(word: str) -> bool:
+        try:
+            parse_action(word)
+        except ValueError:
+            return False
+        return True
+
+    return [word for word in words if is_action(word)]
+
+
+Probe = Callable[[str, Any], None]
+"""Called with a node's name, such as ``attn.L0`` or ``post``, and with what it returns."""
+
+
+def tap(parts: Any, probe: Probe) -> None:
+    """Let ``probe`` see what each node returns, within the node; on one model, for good."""
+    _wrap(parts, "pre", "pre", probe)
+    _wrap(parts, "post", "post", probe)
+    for index, layer in enumerate(parts.layers):
+        for node in NODES_OF[layer.kind]:
+            _wrap(layer, str(node), f"{node}.L{index}", probe)
+
+
+def _wrap(owner: Any, method: str, name: str, probe: Probe) -> None:
+    function = getattr(owner, method)
+
+    def probed(*args: Any) -> Any:
+        result = function(*args)
+        probe(name, result)
+        return result
+
+    # On the object, not on its class. Megatron's parts are plain objects; nn.Module agrees.
+    setattr(owner, method, probed)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def in_backward(value: Any, call: Callable[[], None]) -> None:
+    """Call once in the backward of the node that returned ``value``."""
+    calls = iter((call,))
+
+    def hook(grad: Tensor, node: Any = None) -> None:
+        next(calls, _nothing)()
+
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            tensor.register_hook(partial(hook))
+
+
+def _nothing() -> None:
+    return None

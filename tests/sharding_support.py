@@ -1,0 +1,177 @@
+"""What the tests of the sharding core share: small float64 models, whole tensors, recordings."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ep_overlap.testing import Recording, record
+from fsdp_hooks.context import Runtime
+from fsdp_hooks.fully_shard import fully_shard
+from fsdp_hooks.lifecycle import ShardingStats, lifecycle_of
+from fsdp_hooks.root import FsdpRoot
+from fsdp_hooks.streams import Span, StreamKind
+
+STRATEGIES = ("no_shard", "optim_grads_params")
+WIDTH = 5
+VOCAB = 7
+
+
+def double[ModuleT: nn.Module](make: Callable[[], ModuleT], seed: int = 0) -> ModuleT:
+    """Build in float64 from a seed."""
+    torch.manual_seed(seed)
+    return make().double()
+
+
+class Block(nn.Module):
+    """Uneven shapes; ``gain`` has one row, fewer than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.gain = nn.Parameter(torch.ones(1, WIDTH))
+        self.down = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) * self.gain
+
+
+class Stack(nn.Module):
+    """Embedding and head are the root's own; blocks are run in ``order``."""
+
+    def __init__(self, num_blocks: int = 3, order: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.order = list(range(num_blocks) if order is None else order)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def world_mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(dist.get_world_size())))
+
+
+def shard_stack(
+    model: Stack,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: str = "optim_grads_params",
+    kind: StreamKind | None = None,
+) -> FsdpRoot:
+    """Each block a unit, and the root. Returns the root."""
+    mesh = mesh or world_mesh()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=strategy)
+    fully_shard(model, mesh=mesh, strategy=strategy, runtime=Runtime(stream_kind=kind))
+    return root_of(model)
+
+
+def root_of(model: nn.Module) -> FsdpRoot:
+    root = lifecycle_of(model)
+    assert isinstance(root, FsdpRoot)
+    return root
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor, put together from every rank's rows. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    group = tensor.device_mesh.get_group()
+    parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size(group)
+    dist.all_gather_object(parts, tensor.to_local().detach(), group=group)
+    return parts[0] if tensor.placements[0].is_replicate() else torch.cat(parts)
+
+
+def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if param.grad is None else whole(param.grad)
+        for name, param in model.named_parameters()
+    }
+
+
+def worst_error(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    """Largest difference, relative to the tensor's largest entry; infinite if one is missing."""
+    assert got.keys() == expected.keys()
+    worst = 0.0
+    for name, ours in got.items():
+        theirs = expected[name]
+        if ours is None or theirs is None:
+            worst = max(worst, 0.0 if ours is theirs else float("inf"))
+        else:
+            assert ours.shape == theirs.shape, name
+            scale = theirs.abs().max().clamp_min(1e-30)
+            worst = max(worst, float((ours - theirs).abs().max() / scale))
+    return worst
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: whole(param.detach()) for name, param in model.named_parameters()}
+
+
+def tokens_of(rank: int, seed: int = 0) -> Tensor:
+    """int64 ``[4, 3]``."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randint(0, VOCAB, (4, 3), generator=generator)
+
+
+def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def clean(root: FsdpRoot) -> bool:
+    """Between steps nothing unsharded is alive."""
+    stats: ShardingStats = root.stats
+    released = all(
+        not group.storage.is_allocated
+        for unit in root.units
+        for group in unit.groups
+        if group.releases
+    )
+    return released and stats.unsharded_bytes == 0
+
+
+class Words:
+    """A ``StreamObserver`` that records every piece of work as it is issued."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def on_issue(self, lane: str, word: str) -> None:
+        self._recording.add(word, lane)
+
+    def on_span(self, span: Span) -> None:
+        return None
+
+
+@contextmanager
+def issued(root: FsdpRoot) -> Iterator[Recording]:
+    """Record what is issued, and the forwards and backwards of the units between."""
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    with record() as recording:
+        for unit in root.inner_units:
+            word = unit.name.removeprefix("blocks.")
+
+            def forward(_: nn.Module, __: object, word: str = word) -> None:
+                recording.add(f"F{word}", "comp")
+
+            def backward(_: nn.Module, __: object, word: str = word) -> None:
+                recording.add(f"B{word}", "comp")
+
+            handles.append(unit.module.register_forward_pre_hook(forward))
+            handles.append(unit.module.register_full_backward_pre_hook(backward))
+        root.observe(Words(recording))
+        yield recording
+        root.observe(None)
+    for handle in handles:
+        handle.remove()
