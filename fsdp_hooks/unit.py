@@ -6,6 +6,7 @@
 
 from collections.abc import Sequence
 from typing import final
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -44,11 +45,11 @@ class FsdpUnit:
         self._stream_state = UnitState.SHARDED
         self._gathered: Event = NOTHING_DONE
         self._words = {op: f"{op}.{name}" for op in ("UNSHARD", "RESHARD", "REDUCE")}
-        for group in self.groups:
+        for number, group in enumerate(self.groups):
             group.name_unit(name)
             if group.requires_grad:
                 for index, param in enumerate(group.compute_params):
-                    param.register_post_accumulate_grad_hook(_Door(self, group, index))
+                    param.register_post_accumulate_grad_hook(_Door(self, number, index))
 
     @property
     def state(self) -> UnitState:
@@ -213,12 +214,16 @@ class FsdpUnit:
 
 @final
 class _Door:
-    """What autograd calls once it has added a gradient to a compute parameter."""
+    """What autograd calls once it has added a gradient to a compute parameter.
+
+    Python's garbage collector does not see what a parameter's hooks hold, so this holds no way
+    back to the parameter: weakly the unit, and the places of group and parameter in it.
+    """
 
     __slots__ = ("_group", "_index", "_unit")
 
-    def __init__(self, unit: FsdpUnit, group: ParamGroup, index: int) -> None:
-        self._unit = unit
+    def __init__(self, unit: FsdpUnit, group: int, index: int) -> None:
+        self._unit = ref(unit)
         self._group = group
         self._index = index
 
@@ -226,4 +231,6 @@ class _Door:
         # None: the layer delayed its weight gradient; whoever makes it brings it to the door.
         if (grad := param.grad) is not None:
             param.grad = None
-            self._unit.accumulate(self._group, self._index, grad)
+            unit = self._unit()
+            assert unit is not None, "a unit lives as long as its parameters are trained"
+            unit.accumulate(unit.groups[self._group], self._index, grad)

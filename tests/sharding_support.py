@@ -1,15 +1,17 @@
 """What the tests of the sharding core share: small float64 models, whole tensors, recordings."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ep_overlap.testing import Recording, record
+from fsdp_hooks.collectives import NewGroup, new_torch_group
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import ShardingStats, lifecycle_of
@@ -62,18 +64,32 @@ def world_mesh() -> DeviceMesh:
     return DeviceMesh("cpu", list(range(dist.get_world_size())))
 
 
+class SharedGroups:
+    """Makes each lane's group once: models that are used one after another can share them, and
+    connecting ranks is what takes time here."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, ProcessGroup] = {}
+
+    def __call__(self, ranks: Sequence[int], name: str) -> ProcessGroup:
+        if name not in self._made:
+            self._made[name] = new_torch_group(ranks, name)
+        return self._made[name]
+
+
 def shard_stack(
     model: Stack,
     *,
     mesh: DeviceMesh | None = None,
     strategy: str = "optim_grads_params",
     kind: StreamKind | None = None,
+    groups: NewGroup = new_torch_group,
 ) -> FsdpRoot:
     """Each block a unit, and the root. Returns the root."""
     mesh = mesh or world_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=strategy)
-    fully_shard(model, mesh=mesh, strategy=strategy, runtime=Runtime(stream_kind=kind))
+    fully_shard(model, mesh=mesh, strategy=strategy, runtime=Runtime(stream_kind=kind, new_group=groups))
     return root_of(model)
 
 
@@ -83,21 +99,30 @@ def root_of(model: nn.Module) -> FsdpRoot:
     return root
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor, put together from every rank's rows. Collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    group = tensor.device_mesh.get_group()
-    parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size(group)
-    dist.all_gather_object(parts, tensor.to_local().detach(), group=group)
-    return parts[0] if tensor.placements[0].is_replicate() else torch.cat(parts)
+def wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Sharded tensors, put together from every rank's rows. Collective; None stays None."""
+    result = dict(tensors)
+    sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in sharded.values()):
+        mine = {
+            name: t.to_local().detach() for name, t in sharded.items() if t.device_mesh == mesh
+        }
+        group = mesh.get_group()
+        parts: list[dict[str, Tensor]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(parts, mine, group=group)
+        for name in mine:
+            is_replicated = sharded[name].placements[0].is_replicate()
+            rows = [part[name] for part in parts]
+            result[name] = rows[0] if is_replicated else torch.cat(rows)
+    return result
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    return {
-        name: None if param.grad is None else whole(param.grad)
-        for name, param in model.named_parameters()
-    }
+    return wholes({name: param.grad for name, param in model.named_parameters()})
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor | None]:
+    return wholes({name: param.detach() for name, param in model.named_parameters()})
 
 
 def worst_error(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
@@ -113,10 +138,6 @@ def worst_error(got: dict[str, Tensor | None], expected: dict[str, Tensor | None
             scale = theirs.abs().max().clamp_min(1e-30)
             worst = max(worst, float((ours - theirs).abs().max() / scale))
     return worst
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: whole(param.detach()) for name, param in model.named_parameters()}
 
 
 def tokens_of(rank: int, seed: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sharding_support import (
     STRATEGIES,
     Block,
+    SharedGroups,
     Stack,
     clean,
     double,
@@ -20,7 +21,6 @@ from sharding_support import (
     shard_stack,
     token_loss,
     tokens_of,
-    whole,
     whole_grads,
     whole_weights,
     world_mesh,
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ep_overlap.testing import RankPool
 from fsdp_hooks.accumulation import microbatch
+from fsdp_hooks.collectives import NewGroup
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import Driver, ShardedModule
@@ -54,12 +55,15 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def train_beside_one_process(
-    mesh: DeviceMesh, strategy: str, make: Callable[[Any], torch.optim.Optimizer]
+    mesh: DeviceMesh,
+    strategy: str,
+    make: Callable[[Any], torch.optim.Optimizer],
+    groups: NewGroup,
 ) -> dict[str, float]:
     """Three steps of two microbatches; worst errors of gradients, weights and norm."""
     size, rank = mesh.size(), mesh.get_local_rank()
     model, reference = double(Stack), double(Stack)
-    root = shard_stack(model, mesh=mesh, strategy=strategy)
+    root = shard_stack(model, mesh=mesh, strategy=strategy, groups=groups)
     optimizer = shard_optimizer(make(model.parameters()))
     expected = make(reference.parameters())
     errors = {"grads": 0.0, "weights": 0.0, "norm": 0.0}
@@ -91,10 +95,11 @@ def parity_on_every_size() -> dict[str, dict[str, float]]:
     for size in range(1, 5):
         meshes = [DeviceMesh("cpu", list(range(4))[i : i + size]) for i in range(0, 4, size)]
         mesh = meshes[dist.get_rank() // size]
+        groups = SharedGroups()
         for strategy in STRATEGIES:
             for make in (sgd, adamw):
                 key = f"{strategy}, {make.__name__}, {size} ranks"
-                errors[key] = train_beside_one_process(mesh, strategy, make)
+                errors[key] = train_beside_one_process(mesh, strategy, make, groups)
     return errors
 
 
@@ -178,8 +183,10 @@ def expert_parity(strategy: str) -> tuple[float, float, float, float]:
         with torch.no_grad():
             for param in full.parameters():
                 param -= 0.1 * param.grad
-    weight_error = float(
-        (whole(model.experts.weight.detach()) - full.experts.weight[which : which + 1]).abs().max()
+    weights = whole_weights(model)
+    expected_weight = full.experts.weight.detach()[which : which + 1]
+    weight_error = worst_error(
+        {"w": weights["experts.weight"]}, {"w": expected_weight}
     )
     dense = worst_error({"w": grads["dense.weight"]}, {"w": expected["dense.weight"]})
     routed = worst_error({"w": grads["experts.weight"]}, {"w": expected["experts.weight"]})
@@ -272,9 +279,10 @@ def test_grad_accumulates_until_zero_grad_even_within_a_step(
 
 def same_thrice() -> list[dict[str, Tensor | None]]:
     results = []
+    mesh = own_mesh()
     for _ in range(3):
         model = double(Stack)
-        shard_stack(model, mesh=own_mesh())
+        shard_stack(model, mesh=mesh)
         token_loss(model, tokens_of(0)).backward()
         results.append(whole_grads(model))
     return results
@@ -310,10 +318,11 @@ def at_rest() -> None:
     assert isinstance(model, ShardedModule)
     assert type(model).__name__ == "ShardedStack"
     assert params["head.weight"].__dict__["mark"] is attribute_before
+    weights = whole_weights(model)
     for name, param in reference.named_parameters():
         assert isinstance(params[name], DTensor)
         assert params[name].shape == param.shape
-        assert torch.equal(whole(params[name].detach()), param.detach())
+        assert torch.equal(weights[name], param.detach())
     rows = sum(p.to_local().numel() for p in params.values())
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, rows)
@@ -520,20 +529,15 @@ def test_parameters_changed_behind_its_back_are_refused_before_any_collective(
 def make_and_drop(num_models: int) -> tuple[int, int, int]:
     """Live models, threads and tensors' bytes that are left over."""
     mesh = world_mesh()
-    groups: dict[str, Any] = {}
-
-    def shared_group(ranks: Any, name: str) -> Any:
-        if name not in groups:
-            groups[name] = dist.new_group(list(ranks))
-        return groups[name]
-
+    runtime = Runtime(new_group=SharedGroups())
+    gc.collect()
     alive: list[weakref.ref[nn.Module]] = []
     storages: list[weakref.ref[Tensor]] = []
-    num_threads = threading.active_count()
+    threads = set(threading.enumerate())
     for index in range(num_models):
         model = double(lambda: Stack(num_blocks=1), seed=index)
         fully_shard(model.blocks[0], mesh=mesh)
-        fully_shard(model, mesh=mesh, runtime=Runtime(new_group=shared_group))
+        fully_shard(model, mesh=mesh, runtime=runtime)
         reference = double(lambda: Stack(num_blocks=1), seed=index)
         token_loss(model, tokens_of(0)).backward()
         token_loss(reference, tokens_of(0)).backward()
@@ -551,18 +555,17 @@ def make_and_drop(num_models: int) -> tuple[int, int, int]:
         if index % 10 == 9:
             gc.collect()
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("stream-"):
-            thread.join(timeout=5)
+    streams = [t for t in threading.enumerate() if t not in threads and "stream-" in t.name]
+    for thread in streams:
+        thread.join(timeout=1)
     num_alive = sum(ref() is not None for ref in alive)
     num_storages = sum(ref() is not None for ref in storages)
-    return num_alive, num_storages, threading.active_count() - num_threads
+    return num_alive, num_storages, sum(thread.is_alive() for thread in streams)
 
 
 def test_fifty_models_made_and_dropped_leave_nothing(ranks2: RankPool) -> None:
     for num_alive, num_storages, num_threads in ranks2.run(make_and_drop, 50):
-        assert (num_alive, num_storages) == (0, 0)
-        assert num_threads <= 0
+        assert (num_alive, num_storages, num_threads) == (0, 0, 0)
 
 
 def two_roots_at_once() -> tuple[float, float]:

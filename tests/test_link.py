@@ -12,8 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ep_overlap.testing import RankPool
-from fsdp_hooks.link import (
+from ep_overlap.links.group import (
     CollectiveKind,
     CollectiveSpan,
     LinkGroup,
@@ -22,7 +21,8 @@ from fsdp_hooks.link import (
     new_link_group,
     parse_rate,
 )
-from fsdp_hooks.link_times import align, clock_offset_ns
+from ep_overlap.links.times import align, clock_offset_ns
+from ep_overlap.testing import RankPool
 
 # --- values -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A step that fails: the error comes out as it was raised, nothing is left, the next step is right."""
+"""A step that fails: its error comes out as raised, nothing is left, the next step is right."""
 
 import gc
 import time
@@ -43,26 +43,23 @@ class Fault:
     """Ctrl-C instead of an error."""
 
 
-def faults(*, sharded: bool) -> list[Fault]:
-    every = [
+IN_NODES = [
+    *(
         Fault(place=f"{phase}.{node}", note=f"raised in 1{phase}.{node}", call=2)
         for phase in "FB"
         for node in NODES
-    ]
-    every += [
-        Fault(place="F.mlp.L0", note="raised in 0F.mlp.L0", interrupts=True),
-        Fault(place="B.attn.L1", note="raised in 0B.attn.L1", interrupts=True),
-        Fault(place="loss_fn", note="raised in 2F.post", call=3),
-        Fault(place="begin", note="raised in begin of microbatch 1", call=2),
-    ]
-    if sharded:
-        every += [
-            Fault(place="UNSHARD", note="raised in UNSHARD.L1", call=3),
-            Fault(place="RESHARD", note="raised in RESHARD.L"),
-            Fault(place="REDUCE", note="raised in REDUCE.L1"),
-            Fault(place="REDUCE", note="raised in REDUCE.", call=5),
-        ]
-    return every
+    ),
+    Fault(place="F.mlp.L0", note="raised in 0F.mlp.L0", interrupts=True),
+    Fault(place="B.attn.L1", note="raised in 0B.attn.L1", interrupts=True),
+    Fault(place="loss_fn", note="raised in 2F.post", call=3),
+    Fault(place="begin", note="raised in begin of microbatch 1", call=2),
+]
+IN_UNITS = [
+    Fault(place="UNSHARD", note="raised in UNSHARD.L1", call=3),
+    Fault(place="RESHARD", note="raised in RESHARD.L"),
+    Fault(place="REDUCE", note="raised in REDUCE.L1"),
+    Fault(place="REDUCE", note="raised in REDUCE.", call=5),
+]
 
 
 class Saboteur:
@@ -191,27 +188,21 @@ def failed_step(
     return wrong
 
 
-def problems_of_both_kinds() -> list[str]:
-    sharded = Case(strategy="optim_grads_params", layers=2, microbatches=3, ep=2, order="paired")
-    found: list[str] = []
-    for kind in KINDS:
-        found += problems(replace(sharded, kind=kind), faults(sharded=True))
-    return found
+SHARDED = Case(strategy="optim_grads_params", layers=2, microbatches=3, ep=2, order="paired")
+
+
+def problems_of_sharded_ranks() -> list[str]:
+    in_threads, inline = (replace(SHARDED, kind=kind) for kind in (KINDS[1], KINDS[0]))
+    return problems(in_threads, [*IN_NODES, *IN_UNITS]) + problems(inline, IN_UNITS)
 
 
 def test_sharded_ranks_that_fail_together_leave_nothing_and_go_on(ranks2: RankPool) -> None:
-    assert ranks2.run(problems_of_both_kinds) == [[], []]
+    assert ranks2.run(problems_of_sharded_ranks) == [[], []]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("order", ["serial", "plain"])
-def test_a_step_without_sharding_that_fails_leaves_nothing(kind: StreamKind, order: str) -> None:
-    case = Case(layers=2, microbatches=3, order=order, kind=kind)
-    places = [
-        replace(fault, note="raised in") if order == "serial" else fault
-        for fault in faults(sharded=False)
-    ]
-    assert problems(case, places) == []
+def test_a_step_without_sharding_that_fails_leaves_nothing(kind: StreamKind) -> None:
+    assert problems(Case(layers=2, microbatches=3, order="plain", kind=kind), IN_NODES) == []
 
 
 def test_the_error_says_the_action_and_nothing_else_is_added() -> None:
@@ -281,3 +272,23 @@ def wrong_while_the_standard_path_is_in_a_step() -> list[str]:
 
 def test_a_step_within_another_drivers_step_is_refused_and_harms_neither(ranks2: RankPool) -> None:
     assert ranks2.run(wrong_while_the_standard_path_is_in_a_step) == [[], []]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_that_fails_in_inference_mode_leaves_training_as_it_was(
+    kind: StreamKind,
+) -> None:
+    case = Case(kind=kind)
+    parts = support.build(case)
+    saboteur = Saboteur(parts, support.loss_of(case))
+    schedule = OverlapSchedule(parts, case.config, stream_kind=kind)
+    inputs = support.batches(parts, case, 0)
+    schedule.step(inputs, saboteur.loss_fn)
+    expected = support.gradients(parts)
+    saboteur.arm(Fault(place="F.combine.L1", note="", call=2))
+    with torch.inference_mode(), pytest.raises(OddError) as caught:
+        schedule.evaluate(inputs, saboteur.loss_fn)
+    assert caught.value.__notes__ == ["raised in 1F.combine.L1"]
+    parts.zero_grad()
+    schedule.step(inputs, saboteur.loss_fn)
+    assert support.unequal(support.gradients(parts), expected) == []

@@ -20,8 +20,8 @@ from ep_overlap.commands.arguments import (
     TrainArguments,
 )
 from ep_overlap.commands.plan_arguments import plan_of
+from ep_overlap.links.speed import parse_rate
 from ep_overlap.plan.lower import Strategy
-from fsdp_hooks.link_speed import parse_rate
 from fsdp_hooks.placement import placements_of
 
 LINK_KINDS: Final = ("paced", "shaped")

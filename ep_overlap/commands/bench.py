@@ -24,11 +24,11 @@ from ep_overlap.commands.running import model_environment, own_command, recipe_o
 from ep_overlap.commands.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
 from ep_overlap.commands.world import Meshes, World, choose_device, open_world
 from ep_overlap.config import OverlapConfig
+from ep_overlap.links.speed import LinkSpeed, parse_rate
 from ep_overlap.plan.order import OrderName
 from ep_overlap.processes.launch import launch
 from ep_overlap.processes.shaped_link import ShapedLink
 from ep_overlap.run.trace import ChromeTrace, HiddenShare
-from fsdp_hooks.link_speed import LinkSpeed, parse_rate
 
 OFF: Final = "off"
 VARIANTS: Final = (OFF, str(OrderName.PLAIN), str(OrderName.PAIRED))

@@ -16,6 +16,9 @@ from ep_overlap.commands.arguments import ModelFlags, ModelName, OptimizerName
 from ep_overlap.commands.data import VOCAB_SIZE
 from ep_overlap.commands.world import Meshes, World
 from ep_overlap.config import OverlapConfig
+from ep_overlap.links.group import LinkGroup
+from ep_overlap.links.speed import Wire
+from ep_overlap.links.times import CollectiveKind
 from ep_overlap.models.groups import ExpertGroups, lone_expert_groups
 from ep_overlap.report.meter import LinkMeter
 from ep_overlap.run.layer import ModelParts
@@ -25,9 +28,6 @@ from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import RootLifecycle, lifecycle_of
-from fsdp_hooks.link import LinkGroup
-from fsdp_hooks.link_speed import Wire
-from fsdp_hooks.link_times import CollectiveKind
 from fsdp_hooks.optimizer import shard_optimizer
 
 LossFn = Callable[[Tensor, Any], Tensor]
@@ -212,7 +212,6 @@ class ScheduledStep:
         self.schedule = OverlapSchedule(trainee.parts, config, meter=trainee.meter(world))
 
     def step(self, batches: Sequence[Any]) -> StepResult:
-        """See ``Stepper``."""
         return self.schedule.step(batches, self._loss_fn)
 
 
@@ -226,7 +225,6 @@ class StandardStep:
         self._meter = trainee.meter(world)
 
     def step(self, batches: Sequence[Any]) -> StepResult:
-        """See ``Stepper``."""
         trainee, trace = self._trainee, StepTrace()
         trainee.lifecycle.observe(trace)
         if self._meter is not None:

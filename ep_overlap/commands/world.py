@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ep_overlap.commands.arguments import DeviceChoice
+from ep_overlap.links.group import LinkGroup, new_link_group
+from ep_overlap.links.speed import LinkSpeed, Wire
+from ep_overlap.links.times import CollectiveKind
 from fsdp_hooks.collectives import new_torch_group
-from fsdp_hooks.link import LinkGroup, new_link_group
-from fsdp_hooks.link_speed import LinkSpeed, Wire
-from fsdp_hooks.link_times import CollectiveKind
 
 GROUP_TIMEOUT: Final = timedelta(minutes=5)
 

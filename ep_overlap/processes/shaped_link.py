@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from fsdp_hooks.link_speed import parse_rate
+from ep_overlap.links.speed import parse_rate
 
 INTERFACE: Final = "link0"
 """The name of the shaped interface inside each rank's namespace."""

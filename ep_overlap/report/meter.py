@@ -6,10 +6,10 @@ from typing import Final, final
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ep_overlap.links.group import LinkGroup
+from ep_overlap.links.times import BusySpan, CollectiveKind, CollectiveSpan, align, clock_offset_ns
 from ep_overlap.plan.action import Lane
 from ep_overlap.run.trace import Busy, HiddenShare, StepTrace, hidden_share
-from fsdp_hooks.link import LinkGroup
-from fsdp_hooks.link_times import BusySpan, CollectiveKind, CollectiveSpan, align, clock_offset_ns
 
 _LANE_OF: Final[Mapping[CollectiveKind, Lane]] = {
     CollectiveKind.A2A: Lane.COMM,

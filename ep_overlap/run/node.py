@@ -225,8 +225,7 @@ def _run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 def forget_failed_backward() -> None:
     """Let PyTorch's engine drop what was ready to run in this thread when a backward failed.
 
-    It keeps such pieces of graph, with their tensors, until the thread's next backward. A thread
-    that ends with some left aborts the process: they need the interpreter to be freed.
+    It keeps such pieces of graph, with their tensors, until the thread's next backward.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), requires_grad=True).clone().backward()

@@ -42,11 +42,9 @@ class StepTrace:
         """In order of completion; in execution order within a lane."""
 
     def on_issue(self, lane: str, word: str) -> None:
-        """See ``StreamObserver``."""
         self.issued.append((lane, word))
 
     def on_span(self, span: Span) -> None:
-        """See ``StreamObserver``."""
         self.spans.append(span)
 
     def finish(self) -> None:

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_hooks.link_speed import LinkSpeed, Wire, parse_rate
-from fsdp_hooks.link_times import CollectiveKind, CollectiveSpan
+from ep_overlap.links.speed import LinkSpeed, Wire, parse_rate
+from ep_overlap.links.times import CollectiveKind, CollectiveSpan
 
 __all__ = [
     "CollectiveKind",

@@ -1,0 +1,1 @@
+"""Links between CPU ranks: process groups that measure, and on demand pace, every collective."""
