@@ -175,6 +175,9 @@ class OverlapSchedule:
         try:
             for slot, batch in zip(self._slots, batches, strict=True):
                 slot.begin(batch, loss_fn)
+            for stream in self._streams.values():
+                # Nodes read batches and weights, which the caller's stream may still write.
+                self._caller.hold(stream)
             program.run()
             # The caller reads losses and gradients; on CPU this also brings up any failure.
             for stream in self._streams.values():
@@ -229,7 +232,7 @@ class OverlapSchedule:
             streams=self._streams,
             nodes=self._nodes,
             units=self._units,
-            host_waits_for_sizes=self._kind is StreamKind.CUDA,
+            runs_after_launch=self._kind is StreamKind.CUDA,
         )
 
     def _attach_hooks(self, plan: Plan) -> None:

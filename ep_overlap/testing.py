@@ -3,7 +3,8 @@
 ::
 
     with record() as recording:
-        schedule.step(...)                      # anything that takes an Observer
+        schedule.observe(recording)
+        schedule.step(microbatches, loss_fn)
     assert_order(recording, "*F.attn.L0", "*F.dispatch.L0", "*F.mlp.L0")
     assert_never(recording, "RESHARD.root")
 
@@ -20,13 +21,12 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final, Protocol
+from typing import Final
 
 from ep_overlap.processes.ranks import RankError, RankPool, RankReport, RankState
 
 __all__ = [
     "Event",
-    "Observer",
     "RankError",
     "RankPool",
     "RankReport",
@@ -53,16 +53,12 @@ class Event:
     lane: str | None = None
 
 
-class Observer(Protocol):
-    """What streams, lifecycles and links report to. Called from any thread; must be quick."""
-
-    def on_event(self, word: str, lane: str) -> None:
-        """Something happened: ``word`` on ``lane``."""
-        ...
-
-
 class Recording:
-    """The events of a ``record()`` block, in order of arrival. An ``Observer``, thread-safe."""
+    """The events of a ``record()`` block, in order of arrival; thread-safe.
+
+    It is a ``fsdp_hooks.streams.StreamObserver``: give it to ``OverlapSchedule.observe``, or to a
+    stream or a sharded root, and it notes every action in the order of issue.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,9 +71,12 @@ class Recording:
             if self._open:
                 self._events.append(Event(word, lane))
 
-    def on_event(self, word: str, lane: str) -> None:
-        """``Observer``'s method; the same as ``add``."""
+    def on_issue(self, lane: str, word: str) -> None:
+        """An action was issued."""
         self.add(word, lane)
+
+    def on_span(self, span: object) -> None:
+        """An action was run; a recording keeps the order of issue alone."""
 
     def close(self) -> None:
         """Take no more events."""

@@ -1,6 +1,6 @@
 """Gradient accumulation on the standard path."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from torch import nn
@@ -10,7 +10,7 @@ from fsdp_hooks.root import FsdpRoot
 
 
 @contextmanager
-def microbatch(module: nn.Module, *, is_last: bool) -> Iterator[None]:
+def microbatch(module: nn.Module, *, is_last: bool) -> Generator[None]:
     """Say whether the backward inside ends the accumulation.
 
     Strategies that reduce once a step (``no_shard``) reduce in the last microbatch's backward;

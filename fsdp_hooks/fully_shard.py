@@ -57,20 +57,20 @@ class _Membership:
 class _Sharded(ShardedModule):
     """Mixed into the class of a sharded module."""
 
-    _fsdp: _Membership
+    fsdp_membership: _Membership
 
     @property
     def lifecycle(self) -> FsdpRoot:
-        if self._fsdp.root is None:
+        if self.fsdp_membership.root is None:
             _build_root(self)
-        assert self._fsdp.root is not None
-        return self._fsdp.root
+        assert self.fsdp_membership.root is not None
+        return self.fsdp_membership.root
 
     @override
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if self._fsdp.hooks is None:  # first use: whoever is called first is the root
+        if self.fsdp_membership.hooks is None:  # first use: whoever is called first is the root
             _build_root(self)
-        hooks = self._fsdp.hooks
+        hooks = self.fsdp_membership.hooks
         assert hooks is not None
         depth = hooks.depth
         try:
@@ -85,7 +85,7 @@ class _Sharded(ShardedModule):
         # Between a forward and its backward the module does not hold the sharded parameters.
         for member in self.modules():
             if isinstance(member, _Sharded):
-                for group in member._fsdp.recipe.groups:
+                for group in member.fsdp_membership.recipe.groups:
                     group.zero_grad(set_to_none=set_to_none)
 
 
@@ -136,7 +136,7 @@ def fully_shard[ModuleT: nn.Module](
     recipe = _Recipe(
         strategy=strategy, groups=tuple(groups), grad_divisor=grad_divisor, runtime=runtime
     )
-    cast(_Sharded, module)._fsdp = _Membership(recipe=recipe)
+    cast(_Sharded, module).fsdp_membership = _Membership(recipe=recipe)
     return module
 
 
@@ -170,7 +170,7 @@ def _own_parameters(module: nn.Module) -> list[ParamSlot]:
     ]
 
 
-def _check_parameter(param: nn.Parameter, title: str) -> None:
+def _check_parameter(param: Tensor, title: str) -> None:
     if isinstance(param, Relinquished):
         raise ValueError(
             f"{title} is shared with unit {param.unit_name}, as its {param.parameter_name}; "
@@ -253,13 +253,13 @@ def _build_root(module: _Sharded) -> None:
     """Join all units below ``module`` under one context."""
     members = [m for m in module.modules() if isinstance(m, _Sharded)]
     for member in members:
-        if member._fsdp.root is not None:
+        if member.fsdp_membership.root is not None:
             raise ValueError(
                 f"{_title(member)} already belongs to another root; call fully_shard on the "
                 "outermost module, and use that module first"
             )
-    recipe = module._fsdp.recipe
-    groups = [group for member in members for group in member._fsdp.recipe.groups]
+    recipe = module.fsdp_membership.recipe
+    groups = [group for member in members for group in member.fsdp_membership.recipe.groups]
     if not groups:
         raise ValueError(f"{_title(module)} has no parameters to shard")
     context = ShardContext(
@@ -273,7 +273,7 @@ def _build_root(module: _Sharded) -> None:
         FsdpUnit(
             name="root" if member is module else names[member],
             module=member,
-            groups=member._fsdp.recipe.groups,
+            groups=member.fsdp_membership.recipe.groups,
             context=context,
         )
         for member in members
@@ -281,5 +281,5 @@ def _build_root(module: _Sharded) -> None:
     root = FsdpRoot(strategy=recipe.strategy, units=units[1:], root_unit=units[0], context=context)
     hooks = ModuleHooks(root)
     for member in members:
-        member._fsdp.root = root
-        member._fsdp.hooks = hooks
+        member.fsdp_membership.root = root
+        member.fsdp_membership.hooks = hooks

@@ -12,7 +12,8 @@ the root owns no trainable parameter (Megatron-LM pull request 5719).
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple, final
@@ -21,29 +22,32 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp_hooks.lifecycle import Driver, UnitState
 from fsdp_hooks.order import PrefetchOrder
 from fsdp_hooks.root import FsdpRoot
+from fsdp_hooks.streams import Event
 from fsdp_hooks.unit import FsdpUnit
+
+MAX_REDUCTIONS_IN_FLIGHT: Final = 2
+"""On the standard path: units whose whole gradients wait to be reduced, besides the current one."""
 
 
 # Note [hooks in a graph]
 # What hangs on a graph must go when the graph goes, without a run of the garbage collector. So a
 # hook never reaches the node that it hangs on, nor one downstream. (``register_multi_grad_hook``
-# in its mode "all" does: each of its hooks holds the nodes of all its tensors.) Here the hook on a
-# unit's outputs holds the nodes of its inputs, which autograd's own edges hold as well, and the
-# hooks on the inputs hold a counter.
+# in its mode "all" does: each of its hooks holds the nodes of all its tensors.) Here the hooks on a
+# unit's outputs hold the nodes of its inputs, which autograd's own edges hold as well, and the hooks
+# on the inputs hold none.
+# A leaf outlives the graph, and its hooks would stay: those of a leaf hang on its node.
+# Where one unit's output is the next one's input, both hang on one node. Hooks on a tensor run
+# before those on its node: the next unit is finished, and released, before this one is gathered.
 @final
 class _Call:
     """One forward of a unit whose graph is alive. Held by hooks in that graph alone."""
 
-    __slots__ = ("__weakref__", "num_awaited")
-
-    def __init__(self) -> None:
-        self.num_awaited = 0
-        """Input gradients that the backward which runs has yet to make."""
+    __slots__ = ("__weakref__",)
 
 
 @final
@@ -74,10 +78,12 @@ class _Backward:
     """A backward that runs. Autograd alone holds it, as its end-of-backward callback; so if the
     backward fails, this is gone."""
 
-    __slots__ = ("__weakref__", "_end", "unfinished")
+    __slots__ = ("__weakref__", "_end", "num_awaited", "unfinished")
 
     def __init__(self, end: Callable[["_Backward"], None]) -> None:
         self._end = end
+        self.num_awaited: dict[_Call, int] = {}
+        """Of calls whose backward has begun: input gradients that are yet to come."""
         self.unfinished: dict[str, _Use] = {}
         """Units whose backward has begun, in that order."""
 
@@ -97,6 +103,7 @@ class ModuleHooks:
         self._has_warned = False
         self._running: list[_Running] = []
         self._backward: ref[_Backward] | None = None
+        self._reducing: deque[Event] = deque()
         for use in self._uses.values():
             self._install(use)
 
@@ -215,28 +222,22 @@ class ModuleHooks:
             return False
         call = _Call()
         use.open_calls.add(call)
-        nodes = tuple(dict.fromkeys(get_gradient_edge(t).node for t in given))
+        nodes = tuple(get_gradient_edge(t).node for t in given)
 
-        def pre_backward(grad: object) -> None:
-            # Which inputs this backward reaches, only the engine knows; torch's own hooks ask so.
-            call.num_awaited = sum(map(torch._C._will_engine_execute_node, nodes))
-            self._pre_backward(use, call)
+        def on_output_grads(grads: Any) -> None:
+            self._pre_backward(use, call, nodes)
 
-        # "any": the first gradient to arrive already needs the weights.
-        register_multi_grad_hook(made, pre_backward, mode="any")
-        # On the nodes, not the tensors: a leaf's node goes with the graph, its hooks would stay.
-        for node in nodes:
-            node.register_prehook(self._input_hook(use, call))
+        def on_input_grad(grad: Any) -> None:
+            self._count_input(use, call)
+
+        for node in dict.fromkeys(get_gradient_edge(t).node for t in made):
+            node.register_prehook(on_output_grads)
+        for tensor, node in zip(given, nodes, strict=True):
+            if tensor.is_leaf:
+                node.register_prehook(on_input_grad)
+            else:
+                tensor.register_hook(on_input_grad)
         return True
-
-    def _input_hook(self, use: _Use, call: _Call) -> Callable[[Any], None]:
-        def on_input_grad(grads: Any) -> None:
-            if call.num_awaited > 0:
-                call.num_awaited -= 1
-                if call.num_awaited == 0:
-                    self._post_backward(use)
-
-        return on_input_grad
 
     # ---- backward -----------------------------------------------------------------------------
 
@@ -245,7 +246,7 @@ class ModuleHooks:
         backward = self._backward and self._backward()
         if backward is None and self._backward is not None:
             self._backward = None
-            self._forget_uses()
+            self._reset()
             self._root.abort()
         return backward
 
@@ -258,11 +259,19 @@ class ModuleHooks:
         self._order.begin_backward()
         # No hook of the root need fire where the loss was taken from an inner output.
         self._gather(self._root.root_unit)
-        Variable._execution_engine.queue_callback(backward)
+        Variable._execution_engine.queue_callback(  # pyright: ignore[reportPrivateUsage]
+            backward
+        )
         return backward
 
-    def _pre_backward(self, use: _Use, call: _Call) -> None:
+    def _pre_backward(self, use: _Use, call: _Call, nodes: Sequence[Node]) -> None:
         backward = self._running_backward() or self._begin_backward()
+        if call in backward.num_awaited:
+            return  # the first gradient to arrive needed the weights already
+        # Which inputs this backward reaches only the engine knows; torch's own hooks ask it so.
+        backward.num_awaited[call] = sum(
+            map(torch._C._will_engine_execute_node, nodes)  # pyright: ignore[reportPrivateUsage]
+        )
         use.open_calls.discard(call)
         use.count += 1
         backward.unfinished[use.unit.name] = use
@@ -272,10 +281,16 @@ class ModuleHooks:
             self._order.begin_backward() if is_root else self._order.on_backward(use.unit.name)
         )
 
-    def _post_backward(self, use: _Use) -> None:
-        use.count -= 1
+    def _count_input(self, use: _Use, call: _Call) -> None:
         backward = self._running_backward()
-        assert backward is not None, "a unit's backward ends within a backward"
+        if backward is None or call not in backward.num_awaited:
+            return  # this backward reached the unit's inputs, and not by its outputs
+        backward.num_awaited[call] -= 1
+        if backward.num_awaited[call] == 0:
+            self._post_backward(backward, use)
+
+    def _post_backward(self, backward: _Backward, use: _Use) -> None:
+        use.count -= 1
         # With other forwards of the unit still open, this backward may contain another of its
         # calls, whose contribution is yet to come: then it is finished at the end.
         if use.count == 0 and not use.open_calls:
@@ -290,13 +305,18 @@ class ModuleHooks:
 
     def _seal(self, unit: FsdpUnit) -> None:
         is_last = self._context.is_last_microbatch
+        caller = self._context.caller
         unit.seal(0, is_last=is_last)
-        if unit.is_trainable and (is_last or unit.reduces_each_microbatch):
-            unit.reduce(after=(self._context.caller.record(f"backward of {unit.name}"),))
+        if not unit.is_trainable or not (is_last or unit.reduces_each_microbatch):
+            return
+        self._reducing.append(unit.reduce(after=(caller.record(f"backward of {unit.name}"),)))
+        # Whole gradients live until they are reduced: on a slow link, one set for each unit.
+        if len(self._reducing) > MAX_REDUCTIONS_IN_FLIGHT:
+            caller.wait(self._reducing.popleft(), word="wait for a reduction")
 
     def _end_of_backward(self, backward: _Backward) -> None:
         """Finish the units whose inputs needed no gradient, in the order of backward; then end."""
-        self._forget_uses()
+        self._reset()
         for use in tuple(backward.unfinished.values()):
             self._finish(backward, use)
         for unit in self._root.units:
@@ -306,7 +326,9 @@ class ModuleHooks:
         self._backward = None
         self._root.end()
 
-    def _forget_uses(self) -> None:
+    def _reset(self) -> None:
+        """No backward runs any more."""
+        self._reducing.clear()
         for use in self._uses.values():
             use.count = 0
 

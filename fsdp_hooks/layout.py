@@ -71,7 +71,7 @@ class Layout:
 
 
 def flat_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
-    """Lay parameters out in order, with the smallest shards that keep rows whole.
+    """Lay parameters out in order, with small shards that keep rows whole.
 
     Raises:
         ValueError: ``num_ranks`` is below 1.

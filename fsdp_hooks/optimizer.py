@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -50,11 +50,12 @@ def shard_optimizer[OptimizerT: torch.optim.Optimizer](optimizer: OptimizerT) ->
 
 
 def _split_by_mesh(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for param in group["params"]:
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    params: list[Tensor] = group["params"]
+    for param in params:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         by_mesh.setdefault(mesh, []).append(param)
-    return [{**group, "params": params} for params in by_mesh.values()]
+    return [{**group, "params": members} for members in by_mesh.values()]
 
 
 def global_grad_norm(

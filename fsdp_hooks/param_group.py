@@ -35,6 +35,10 @@ from fsdp_hooks.placeholder import Placeholder, placeholder_for, relinquish
 from fsdp_hooks.placement import Placement, Placements
 
 
+Grads = list[Tensor | None]
+"""One for each parameter of a group; None where there is no contribution."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParamSlot:
     """One parameter and every place that holds it (more than one if it is tied).
@@ -92,9 +96,9 @@ class ParamGroup:
         if self.releases:
             self.storage.free()
 
-        self._pending: dict[int, list[Tensor | None]] = {}
-        self._accumulated: list[Tensor | None] | None = None
-        self._sealed: deque[list[Tensor | None]] = deque()
+        self._pending: dict[int, Grads] = {}
+        self._accumulated: Grads | None = None
+        self._sealed: deque[Grads] = deque()
         self._step_grad: Tensor | None = None
 
     def name_unit(self, unit_name: str) -> None:
@@ -127,7 +131,7 @@ class ParamGroup:
                 (``half()``), or frozen: the flat storage knows nothing of it.
         """
         for slot, param in zip(self.slots, self.sharded_params, strict=True):
-            is_same = all(module._parameters[name] is param for module, name in slot.owners)
+            is_same = all(module.get_parameter(name) is param for module, name in slot.owners)
             if is_same and param.dtype is self.dtype and param.requires_grad is self.requires_grad:
                 continue
             raise RuntimeError(
@@ -141,7 +145,7 @@ class ParamGroup:
         for slot, param in zip(self.slots, params, strict=True):
             for module, attribute in slot.owners:
                 # Not setattr: nn.Module's checks cost microseconds a parameter, each gather.
-                module._parameters[attribute] = param
+                module._parameters[attribute] = param  # pyright: ignore[reportPrivateUsage]
 
     def gather(self, communicator: Communicator) -> None:
         """AG lane: allocate the storage and fill it from every rank's main weights."""
@@ -168,7 +172,7 @@ class ParamGroup:
 
     def seal(self, microbatch: int, *, is_last: bool) -> None:
         """Comp lane: hand the microbatch's contributions to ``reduce``, in a record of its own."""
-        grads = self._pending.pop(microbatch, None) or [None] * len(self.slots)
+        grads: Grads = self._pending.pop(microbatch, None) or [None] * len(self.slots)
         if self.reduces_each_microbatch:
             self._sealed.append(grads)
             return
@@ -264,7 +268,7 @@ class ParamGroup:
         view = self.storage.param_view(self._extents[index])
         param = nn.Parameter(view, requires_grad=self.requires_grad)
         # Frameworks mark parameters (Megatron: ``allreduce``, ``sequence_parallel``, ...).
-        param.__dict__.update(self.slots[index].param.__dict__)
+        vars(param).update(vars(self.slots[index].param))
         return param
 
     def _make_sharded_param(self, index: int) -> nn.Parameter:
@@ -273,7 +277,7 @@ class ParamGroup:
         param = nn.Parameter(
             self._as_dtensor(local, extent.shape), requires_grad=self.requires_grad
         )
-        param.__dict__.update(self.slots[index].param.__dict__)
+        vars(param).update(vars(self.slots[index].param))
         return param
 
     def _local_rows(self, flat: Tensor, extent: ParamExtent) -> Tensor:
@@ -313,7 +317,7 @@ class ParamGroup:
                 views.append(view)
                 present.append(grad)
         if views:
-            torch._foreach_copy_(views, present)
+            torch._foreach_copy_(views, present)  # pyright: ignore[reportPrivateUsage]
         return whole
 
 

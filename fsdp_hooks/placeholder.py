@@ -9,14 +9,15 @@ from typing import Any, Final, final, override
 import torch
 from torch import Tensor, nn
 
+_PROPERTIES: Final = vars(torch._C.TensorBase)  # pyright: ignore[reportPrivateUsage]
+_DEVICE: Final = _PROPERTIES["device"].__get__
+_IS_CUDA: Final = _PROPERTIES["is_cuda"].__get__
 _METADATA: Final = frozenset(
     {
-        torch.Tensor.shape.__get__,
-        torch.Tensor.dtype.__get__,
-        torch.Tensor.requires_grad.__get__,
-        torch.Tensor.grad.__get__,
-        torch.Tensor.ndim.__get__,
-        torch.Tensor.is_leaf.__get__,
+        *(
+            _PROPERTIES[name].__get__
+            for name in ("shape", "dtype", "requires_grad", "grad", "ndim", "is_leaf")
+        ),
         torch.Tensor.size,
         torch.Tensor.dim,
         torch.Tensor.numel,
@@ -58,12 +59,12 @@ class Placeholder(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         held = next(_placeholders((args, tuple((kwargs or {}).values()))))
-        if func == torch.Tensor.device.__get__:
+        if func == _DEVICE:
             return held.true_device
-        if func == torch.Tensor.is_cuda.__get__:
+        if func == _IS_CUDA:
             return held.true_device.type == "cuda"
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(held.refusal())
 

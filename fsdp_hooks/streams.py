@@ -314,11 +314,16 @@ def _do(lane: str, shared: _Shared, item: _Item) -> None:
         except BaseException as error:  # every kind must reach the host, which re-raises it
             _blame(error, item.word)
             shared.failure = error
-    if item.completion is not None:
-        item.completion.open(shared.failure)
+    word, completion = item.word, item.completion
+    # A failure's traceback holds this frame. Through it the work's tensors would live as long as
+    # the failure, and the completion, which holds the failure, would be part of a cycle.
+    del item
+    if completion is not None:
+        completion.open(shared.failure)
+        del completion
     if (observer := shared.observer) is not None:
         end_ns = perf_counter_ns()
-        span = Span(lane, item.word, wait_ns, start_ns, end_ns)
+        span = Span(lane, word, wait_ns, start_ns, end_ns)
         if blocker is not None:
             span = span._replace(blocked_on=blocker.word, blocked_by_lane=blocker.lane)
         observer.on_span(span)

@@ -19,13 +19,12 @@ from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, 
 from ep_overlap.plan.action import NODES_OF, parse_action
 from ep_overlap.run.layer import ModelParts
 from ep_overlap.schedule import OverlapSchedule
-from ep_overlap.testing import Recording
 from fsdp_hooks import fully_shard
 from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.lifecycle import Driver, UnitState, lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
-from fsdp_hooks.streams import Span, StreamKind
+from fsdp_hooks.streams import StreamKind
 
 SEQ_LENGTH = 8
 BATCH_SIZE = 2
@@ -249,18 +248,6 @@ SHARDED = UnitState.SHARDED
 
 
 # ---- looking on ----------------------------------------------------------------------------------
-
-
-class IssueLog:
-    """A ``StreamObserver`` that writes what is issued into a recording."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-
-    def on_issue(self, lane: str, word: str) -> None:
-        self._recording.add(word, lane)
-
-    def on_span(self, span: Span) -> None: ...
 
 
 def actions_among(words: Sequence[str]) -> list[str]:

@@ -89,7 +89,9 @@ def shard_stack(
     mesh = mesh or world_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=strategy)
-    fully_shard(model, mesh=mesh, strategy=strategy, runtime=Runtime(stream_kind=kind, new_group=groups))
+    fully_shard(
+        model, mesh=mesh, strategy=strategy, runtime=Runtime(stream_kind=kind, new_group=groups)
+    )
     return root_of(model)
 
 
@@ -104,9 +106,7 @@ def wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     result = dict(tensors)
     sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in sharded.values()):
-        mine = {
-            name: t.to_local().detach() for name, t in sharded.items() if t.device_mesh == mesh
-        }
+        mine = {name: t.to_local().detach() for name, t in sharded.items() if t.device_mesh == mesh}
         group = mesh.get_group()
         parts: list[dict[str, Tensor]] = [{}] * dist.get_world_size(group)
         dist.all_gather_object(parts, mine, group=group)
@@ -186,13 +186,20 @@ def issued(root: FsdpRoot) -> Iterator[Recording]:
             def forward(_: nn.Module, __: object, word: str = word) -> None:
                 recording.add(f"F{word}", "comp")
 
-            def backward(_: nn.Module, __: object, word: str = word) -> None:
-                recording.add(f"B{word}", "comp")
+            # Within the unit: a hook on its output might run before its own.
+            def backward(_: nn.Module, __: object, out: Tensor, word: str = word) -> None:
+                out.register_hook(lambda _: recording.add(f"B{word}", "comp"))
 
             handles.append(unit.module.register_forward_pre_hook(forward))
-            handles.append(unit.module.register_full_backward_pre_hook(backward))
+            handles.append(unit.module.get_submodule("down").register_forward_hook(backward))
         root.observe(Words(recording))
         yield recording
         root.observe(None)
     for handle in handles:
         handle.remove()
+
+
+def own_rows(tensor: Tensor | None) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().detach()

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from schedule_support import Case
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 
 from ep_overlap.config import OverlapConfig
+from ep_overlap.models.groups import lone_expert_groups
 from ep_overlap.models.reference import MoETransformer
-from ep_overlap.plan.action import Compute, LayerKind, Phase
+from ep_overlap.plan.action import Compute, LayerKind, Node, Phase
+from ep_overlap.run.layer import Collective
+from ep_overlap.run.wiring import check_parts
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
 from fsdp_hooks import fully_shard
@@ -373,3 +378,32 @@ def watch_states(parts: MoETransformer) -> Callable[[], list[bool]]:
 
     parts.begin = watched  # type: ignore[method-assign]
     return lambda: [bool(holder) for holder in holders]
+
+
+class _OneGroupForAll:
+    """A MoE layer that declares one process group for counts and exchanges."""
+
+    kind = LayerKind.MOE
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def collectives(self, node: Node) -> list[Collective]:
+        return [Collective(group=self._group, op="all_to_all_single")]
+
+    def attn(self) -> None: ...
+
+    def dispatch(self) -> None: ...
+
+    def mlp(self) -> None: ...
+
+    def combine(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def test_one_group_on_two_lanes_is_refused_naming_both_nodes() -> None:
+    group = lone_expert_groups().exchange
+    parts = SimpleNamespace(layers=[_OneGroupForAll(group)])
+    with pytest.raises(ValueError, match=r"0F\.attn\.L0 \(lane comp\) and 0F\.dispatch\.L0"):
+        check_parts(parts)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import schedule_support as support
-from schedule_support import Case, IssueLog
+from schedule_support import Case
 
 from ep_overlap.plan.action import Action, Sync, UnitAction, UnitOp, parse_action
 from ep_overlap.plan.edges import waits
@@ -45,7 +45,7 @@ def test_each_exchange_is_issued_on_the_exchange_lane_and_nothing_else_is() -> N
     parts = support.build(case)
     schedule = OverlapSchedule(parts, replace(case.config, trace=False), stream_kind=INLINE)
     with record() as recording:
-        schedule.observe(IssueLog(recording))
+        schedule.observe(recording)
         schedule.step(support.batches(parts, case, 0), support.loss_of(case))
     on_comm = support.actions_among(recording.on_lane("comm"))
     assert len(on_comm) == 2 * 2 * 3 * 2  # dispatch and combine, F and B, microbatches, layers
@@ -197,7 +197,7 @@ def without_gathers_of_one_layer() -> Rescued:
         streams=schedule._streams,  # pyright: ignore[reportPrivateUsage]
         nodes=schedule._nodes,  # pyright: ignore[reportPrivateUsage]
         units=units,
-        host_waits_for_sizes=False,
+        runs_after_launch=False,
     )
     loss_fn, inputs = support.loss_of(case), support.batches(ours, case, 0)
     root = lifecycle_of(ours.module)

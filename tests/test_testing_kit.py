@@ -37,7 +37,7 @@ STEP = [
 def test_a_recording_keeps_words_and_lanes_in_order_of_arrival() -> None:
     with record() as recording:
         recording.add("0F.attn.L0", "comp")
-        recording.on_event("0F.dispatch.L0", "comm")
+        recording.on_issue("comm", "0F.dispatch.L0")
         recording.add("note")
     assert recording.events == (
         Event("0F.attn.L0", "comp"),

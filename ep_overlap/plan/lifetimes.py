@@ -24,8 +24,8 @@ _OTHER: Final = {Lane.COMP: Lane.COMM, Lane.COMM: Lane.COMP}
 def release_points(actions: Sequence[Action]) -> tuple[int | None, ...]:
     """For each node, the first later action before which the other lane has waited for it.
 
-    What the node read and the other lane allocated may be dropped right before that action is
-    issued. None: only after the step (and for actions that are no nodes).
+    What the node read and the other lane allocated may be dropped once that action is issued, its
+    waits with it. None: only after the step (and for actions that are no nodes).
     """
     waiting = walk(actions)
     points: list[int | None] = [None] * len(actions)

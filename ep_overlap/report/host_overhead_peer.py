@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter_ns, process_time_ns
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -25,10 +25,6 @@ try:
     from megatron.core.pipeline_parallel.utils import NoopScheduleNode
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
-
-_SIZES: Final = MegatronSizes(
-    num_layers=1, hidden_size=4, num_heads=1, ffn_hidden_size=4, num_experts=2, topk=1, seq_length=1
-)
 
 
 @contextmanager
@@ -88,9 +84,18 @@ class _Layer:
     """What a plan asks of a TransformerLayer, when its callables are given."""
 
     def __init__(self) -> None:
+        sizes = MegatronSizes(
+            num_layers=1,
+            hidden_size=4,
+            num_heads=1,
+            ffn_hidden_size=4,
+            num_experts=2,
+            topk=1,
+            seq_length=1,
+        )
         with warnings.catch_warnings():  # deprecated defaults of its own
             warnings.filterwarnings("ignore", module=r"megatron\.core\.transformer\.")
-            self.config = transformer_config(_SIZES, expert_parallel_size=1)
+            self.config = transformer_config(sizes, expert_parallel_size=1)
 
     def get_inner_quantization_context(self) -> AbstractContextManager[None]:
         return nullcontext()

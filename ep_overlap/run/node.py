@@ -127,6 +127,8 @@ class NodeRun:
         "_inlets",
         "_outlets",
         "_state",
+        "_used",
+        "keeps_used",
         "name",
         "post_backward_hooks",
         "pre_backward_hooks",
@@ -146,6 +148,10 @@ class NodeRun:
         self._inlets = tuple(inlets)
         self._outlets = tuple(outlets)
         self._state = NodeState.IDLE
+        self._used: Sequence[object] = ()
+        self.keeps_used = False
+        """Whether what the node read of other lanes lives until ``drop_used`` (see
+        ``plan/lifetimes.py``): where work runs after it was launched."""
         # A node knows hooks, not who made them. They run in the node's own stream time.
         self.pre_forward_hooks: tuple[Hook, ...] = ()
         self.pre_backward_hooks: tuple[Hook, ...] = ()
@@ -166,11 +172,14 @@ class NodeRun:
             raise self._out_of_order("forward", NodeState.IDLE)
         for hook in self.pre_forward_hooks:
             hook()
-        sent = self._function(*[inlet.receive() for inlet in self._inlets])
+        received = [inlet.receive() for inlet in self._inlets]
+        sent = self._function(*received)
         for outlet, bundle in zip(self._outlets, sent, strict=True):
             outlet.send(bundle)
         if torch.is_grad_enabled():
             self._state = NodeState.FORWARD_DONE
+        elif self.keeps_used:
+            self._used = received
 
     def backward(self) -> None:
         """Run autograd over this node's piece of graph, and let the piece go.
@@ -188,14 +197,21 @@ class NodeRun:
             outlet.roots(roots, grads)
         if roots:
             _run_backward(roots, grads)
+        if self.keeps_used:
+            self._used = grads
         self._state = NodeState.IDLE
         for hook in self.post_backward_hooks:
             hook()
+
+    def drop_used(self) -> None:
+        """Let go of what the node read: the lane that made it now waits for this node."""
+        self._used = ()
 
     def reset(self) -> None:
         """After a failure: hold nothing."""
         for outlet in self._outlets:
             outlet.clear()
+        self._used = ()
         self._state = NodeState.IDLE
 
     def _out_of_order(self, call: str, expected: NodeState) -> RuntimeError:

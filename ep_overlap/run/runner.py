@@ -5,19 +5,18 @@ work, which events. A step is then one loop over tuples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import final
 
 from ep_overlap.plan.action import Compute, Lane, Phase, Sync, UnitAction, UnitOp
+from ep_overlap.plan.lifetimes import release_points
 from ep_overlap.plan.plan import Plan
 from ep_overlap.run.node import NodeRun
 from ep_overlap.run.wiring import NodeKey
 from fsdp_hooks.lifecycle import UnitLifecycle
-from fsdp_hooks.streams import Event, Stream, completed
+from fsdp_hooks.streams import Event, Stream, Work, completed
 
-Launch = Callable[..., Event]
-"""``launch(after=events)`` issues one action and returns the event of its completion; without
-events to wait for, ``launch()``."""
+Launch = Callable[[Sequence[Event]], Event]
+"""Issues one action behind some events; returns the event of its completion."""
 
 
 @final
@@ -29,8 +28,9 @@ class Program:
         streams: of the comp and the comm lane.
         nodes: all nodes of all microbatches.
         units: by the plan's names; empty without sharding.
-        host_waits_for_sizes: whether ``SYNC`` blocks the host: on CUDA it must know split sizes
-            to launch; a CPU worker reads them when it runs.
+        runs_after_launch: whether work runs after it was launched, as on CUDA: then ``SYNC``
+            blocks the host, which must know split sizes to launch, and what crosses lanes lives
+            until its own lane follows the reader. A CPU worker does all of its work when it runs.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Program:
         streams: Mapping[Lane, Stream],
         nodes: Mapping[NodeKey, NodeRun],
         units: Mapping[str, UnitLifecycle],
-        host_waits_for_sizes: bool,
+        runs_after_launch: bool,
     ) -> None:
         self.plan = plan
         awaited = frozenset(index for waits in plan.waits for index in waits)
@@ -51,17 +51,28 @@ class Program:
                 nodes=nodes,
                 units=units,
                 record=index in awaited,
-                host_waits_for_sizes=host_waits_for_sizes,
+                host_waits_for_sizes=runs_after_launch,
             )
             for index, action in enumerate(plan.actions)
         )
         self._steps = tuple(zip(launches, plan.waits, strict=True))
+        self._droppable: Mapping[int, Sequence[NodeRun]] = {}
+        if runs_after_launch:
+            self._droppable = _droppable(plan, nodes)
+            for node in nodes.values():
+                node.keeps_used = True
 
     def run(self) -> None:
         """Issue every action in order. Returns when all are issued, not when they are done."""
         events: list[Event] = []
-        for launch, waits in self._steps:
-            events.append(launch(after=[events[index] for index in waits]) if waits else launch())
+        if not self._droppable:
+            for launch, waits in self._steps:
+                events.append(launch([events[index] for index in waits]))
+            return
+        for index, (launch, waits) in enumerate(self._steps):
+            events.append(launch([events[earlier] for earlier in waits]))
+            for node in self._droppable.get(index, ()):
+                node.drop_used()
 
     @staticmethod
     def _launch_of(
@@ -78,7 +89,7 @@ class Program:
             case Compute():
                 node = nodes[action.microbatch, action.node, action.layer]
                 work = node.forward if action.phase is Phase.FORWARD else node.backward
-                return partial(streams[action.lane].run, work, word=word, record=record)
+                return _launch_on(streams[action.lane], work, word=word, record=record)
             case UnitAction():
                 unit = units[action.unit]
                 issue = {
@@ -86,19 +97,36 @@ class Program:
                     UnitOp.RESHARD: unit.reshard,
                     UnitOp.REDUCE: unit.reduce,
                 }[action.op]
-                return partial(issue, word=word)
+                return lambda after: issue(after=after, word=word)
             case Sync():
                 return _wait_on_host if host_waits_for_sizes else _nothing_to_wait_for
 
 
-def _wait_on_host(*, after: Sequence[Event] = ()) -> Event:
+def _droppable(plan: Plan, nodes: Mapping[NodeKey, NodeRun]) -> Mapping[int, Sequence[NodeRun]]:
+    """For each action, the nodes whose inputs may go once it is issued."""
+    found: dict[int, list[NodeRun]] = {}
+    for reader, point in enumerate(release_points(plan.actions)):
+        action = plan.actions[reader]
+        if point is not None and isinstance(action, Compute):
+            node = nodes[action.microbatch, action.node, action.layer]
+            found.setdefault(point, []).append(node)
+    return found
+
+
+def _launch_on(stream: Stream, work: Work, *, word: str, record: bool) -> Launch:
+    run = stream.run
+    # Not functools.partial, which takes three times as long when keywords meet keywords.
+    return lambda after: run(work, word=word, after=after, record=record)
+
+
+def _wait_on_host(after: Sequence[Event]) -> Event:
     # Protects the launch of dispatch: its buffers are sized by what attn computed.
     for event in after:
         event.wait()
     return _DONE
 
 
-def _nothing_to_wait_for(*, after: Sequence[Event] = ()) -> Event:
+def _nothing_to_wait_for(after: Sequence[Event]) -> Event:
     return _DONE
 
 

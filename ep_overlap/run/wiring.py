@@ -13,6 +13,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase
 from ep_overlap.run.layer import Carry, DenseLayerParts, ModelParts, MoELayerParts, Tokens
@@ -38,14 +39,10 @@ class MicrobatchSlot:
         self._parts = parts
         self._num_microbatches = num_microbatches
         self._batch: Any = None
-        self._state: Any = None
+        self.state: Any = None
+        """What ``ModelParts.begin`` returned."""
         self._loss_fn: LossFn | None = None
         self._loss: Tensor | None = None
-
-    @property
-    def state(self) -> Any:
-        """What ``ModelParts.begin`` returned."""
-        return self._state
 
     def begin(self, batch: Any, loss_fn: LossFn) -> None:
         """Take a microbatch in."""
@@ -53,7 +50,7 @@ class MicrobatchSlot:
         self._loss_fn = loss_fn
         self._loss = None
         try:
-            self._state = self._parts.begin(batch)
+            self.state = self._parts.begin(batch)
         except BaseException as error:
             error.add_note(f"raised in begin of microbatch {self.index}")
             raise
@@ -86,7 +83,7 @@ class MicrobatchSlot:
     def let_go(self) -> None:
         """The microbatch's last node is done: hold nothing but the loss."""
         self._batch = None
-        self._state = None
+        self.state = None
         self._loss_fn = None
 
     def clear(self) -> None:
@@ -99,9 +96,12 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
     """The kind of each layer.
 
     Raises:
-        ValueError: a layer lacks one of its kind's nodes.
+        ValueError: a layer lacks one of its kind's nodes, or nodes of two lanes use one process
+            group: two lanes have no order between them, so ranks could issue in different orders
+            (and one gloo group used from two threads mixes their data).
     """
     kinds: list[LayerKind] = []
+    users: list[tuple[ProcessGroup, Compute]] = []
     for index, layer in enumerate(parts.layers):
         needed = [str(node) for node in NODES_OF[layer.kind]]
         if layer.kind is LayerKind.MOE:
@@ -114,7 +114,25 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
                 "missing, or let its kind be another"
             )
         kinds.append(layer.kind)
+        for node in NODES_OF[layer.kind]:
+            user = Compute(0, Phase.FORWARD, node, index)
+            for collective in layer.collectives(node):
+                _check_lane(collective.group, user, users)
     return tuple(kinds)
+
+
+def _check_lane(
+    group: ProcessGroup, user: Compute, users: list[tuple[ProcessGroup, Compute]]
+) -> None:
+    """Note who uses a group; refuse a second lane."""
+    first = next((before for known, before in users if known is group), None)
+    if first is None:
+        users.append((group, user))
+    elif first.lane is not user.lane:
+        raise ValueError(
+            f"{first} (lane {first.lane}) and {user} (lane {user.lane}) use one process group; "
+            "give each lane a group of its own over the same ranks"
+        )
 
 
 def _member(layer: object, name: str) -> object:
