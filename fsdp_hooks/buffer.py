@@ -34,10 +34,12 @@ class FlatBuffer:
 
     @property
     def is_allocated(self) -> bool:
+        """Whether the storage is there; always so without elements."""
         return self._flat.numel() == 0 or self._flat.untyped_storage().size() > 0
 
     @property
     def flat(self) -> Tensor:
+        """``[layout.numel]``, the whole storage."""
         assert self.is_allocated, "the flat storage is read while it is released"
         return self._flat
 
@@ -49,10 +51,12 @@ class FlatBuffer:
         return ours != 0 and tensor.untyped_storage().data_ptr() == ours
 
     def allocate(self) -> None:
+        """Give the storage its memory back, with undefined content. Idempotent."""
         if not self.is_allocated:
             self._flat.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
+        """Free the memory; the storage object and its views stay. Idempotent."""
         self._flat.untyped_storage().resize_(0)
 
     def param_view(self, extent: ParamExtent) -> Tensor:

@@ -20,10 +20,14 @@ class Communicator(Protocol):
     (CPU), or when it is enqueued on the current stream (CUDA)."""
 
     @property
-    def num_ranks(self) -> int: ...
+    def num_ranks(self) -> int:
+        """Size of the group."""
+        ...
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        ...
 
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
         """``output[num_ranks * n]`` from every rank's ``shard[n]``."""
@@ -47,19 +51,24 @@ class GroupCommunicator:
 
     @property
     def num_ranks(self) -> int:
+        """Size of the group."""
         return self._group.size()
 
     @property
     def rank(self) -> int:
+        """This rank's place in the group."""
         return self._group.rank()
 
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
+        """See ``Communicator``."""
         dist.all_gather_into_tensor(output, shard, group=self._group)
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
+        """See ``Communicator``."""
         dist.reduce_scatter_tensor(output, whole, group=self._group)
 
     def all_reduce(self, tensor: Tensor) -> None:
+        """See ``Communicator``."""
         dist.all_reduce(tensor, group=self._group)
 
 

@@ -57,10 +57,12 @@ class Counters:
         self.peak_unsharded_bytes = 0
 
     def add_unsharded(self, num_bytes: int) -> None:
+        """Unsharded storage came, or (negative) went."""
         self.unsharded_bytes += num_bytes
         self.peak_unsharded_bytes = max(self.peak_unsharded_bytes, self.unsharded_bytes)
 
     def read(self) -> ShardingStats:
+        """The counters as of now."""
         return ShardingStats(
             num_all_gathers=self.num_all_gathers,
             num_reduce_scatters=self.num_reduce_scatters,
@@ -102,6 +104,7 @@ class ShardContext:
         self._communicators = _make_communicators(meshes, runtime.new_group)
 
     def communicators(self, mesh: DeviceMesh) -> Communicators:
+        """Those of a mesh's ranks."""
         return self._communicators[ranks_of(mesh)]
 
 

@@ -36,10 +36,10 @@ MAX_REDUCTIONS_IN_FLIGHT: Final = 2
 
 # Note [hooks in a graph]
 # What hangs on a graph must go when the graph goes, without a run of the garbage collector. So a
-# hook never reaches the node that it hangs on, nor one downstream. (``register_multi_grad_hook``
-# in its mode "all" does: each of its hooks holds the nodes of all its tensors.) Here the hooks on a
-# unit's outputs hold the nodes of its inputs, which autograd's own edges hold as well, and the hooks
-# on the inputs hold none.
+# hook never reaches the node that it hangs on, nor one downstream. (``register_multi_grad_hook`` in
+# its mode "all" does: each of its hooks holds the nodes of all its tensors.) Here the hooks on a
+# unit's outputs hold the nodes of its inputs, as autograd's own edges do, and the hooks on the
+# inputs hold none.
 # A leaf outlives the graph, and its hooks would stay: those of a leaf hang on its node.
 # Where one unit's output is the next one's input, both hang on one node. Hooks on a tensor run
 # before those on its node: the next unit is finished, and released, before this one is gathered.
@@ -78,7 +78,7 @@ class _Backward:
     """A backward that runs. Autograd alone holds it, as its end-of-backward callback; so if the
     backward fails, this is gone."""
 
-    __slots__ = ("__weakref__", "_end", "num_awaited", "unfinished")
+    __slots__ = ("__weakref__", "_end", "num_awaited", "past", "unfinished")
 
     def __init__(self, end: Callable[["_Backward"], None]) -> None:
         self._end = end
@@ -86,6 +86,8 @@ class _Backward:
         """Of calls whose backward has begun: input gradients that are yet to come."""
         self.unfinished: dict[str, _Use] = {}
         """Units whose backward has begun, in that order."""
+        self.past: list[_Use] = []
+        """Those that are through, but for gradients of parameters that are still on their way."""
 
     def __call__(self) -> None:
         self._end(self)
@@ -228,13 +230,16 @@ class ModuleHooks:
             self._pre_backward(use, call, nodes)
 
         def on_input_grad(grad: Any) -> None:
-            self._count_input(use, call)
+            self._count_input(use, call, is_leaf=False)
+
+        def on_leaf_grad(grads: Any) -> None:
+            self._count_input(use, call, is_leaf=True)
 
         for node in dict.fromkeys(get_gradient_edge(t).node for t in made):
             node.register_prehook(on_output_grads)
         for tensor, node in zip(given, nodes, strict=True):
             if tensor.is_leaf:
-                node.register_prehook(on_input_grad)
+                node.register_prehook(on_leaf_grad)
             else:
                 tensor.register_hook(on_input_grad)
         return True
@@ -268,6 +273,7 @@ class ModuleHooks:
         backward = self._running_backward() or self._begin_backward()
         if call in backward.num_awaited:
             return  # the first gradient to arrive needed the weights already
+        self._leave_past_units(backward)
         # Which inputs this backward reaches only the engine knows; torch's own hooks ask it so.
         backward.num_awaited[call] = sum(
             map(torch._C._will_engine_execute_node, nodes)  # pyright: ignore[reportPrivateUsage]
@@ -281,13 +287,22 @@ class ModuleHooks:
             self._order.begin_backward() if is_root else self._order.on_backward(use.unit.name)
         )
 
-    def _count_input(self, use: _Use, call: _Call) -> None:
+    def _count_input(self, use: _Use, call: _Call, *, is_leaf: bool) -> None:
         backward = self._running_backward()
         if backward is None or call not in backward.num_awaited:
             return  # this backward reached the unit's inputs, and not by its outputs
         backward.num_awaited[call] -= 1
-        if backward.num_awaited[call] == 0:
+        if backward.num_awaited[call] > 0:
+            return
+        if is_leaf:
+            # Autograd takes leaves as they come, parameters too, and all before the next unit.
+            backward.past.append(use)
+        else:
             self._post_backward(backward, use)
+
+    def _leave_past_units(self, backward: _Backward) -> None:
+        while backward.past:
+            self._post_backward(backward, backward.past.pop())
 
     def _post_backward(self, backward: _Backward, use: _Use) -> None:
         use.count -= 1

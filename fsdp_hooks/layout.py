@@ -30,10 +30,12 @@ class ParamExtent:
 
     @property
     def numel(self) -> int:
+        """Elements in all."""
         return prod(self.shape)
 
     @property
     def stop(self) -> int:
+        """Where the next parameter may start."""
         return self.start + self.numel
 
     @property
@@ -64,9 +66,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
+        """Elements in all."""
         return self.num_ranks * self.shard_numel
 
     def shard_range(self, rank: int) -> tuple[int, int]:
+        """The part of the storage ``[start, stop)`` that ``rank`` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
 

@@ -85,7 +85,9 @@ class UnitLifecycle(Protocol):
     """One unit: the parameters that are gathered, released and reduced together."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The unit's name from the root."""
+        ...
 
     @property
     def state(self) -> UnitState:
@@ -134,7 +136,9 @@ class RootLifecycle(Protocol):
         ...
 
     @property
-    def stats(self) -> ShardingStats: ...
+    def stats(self) -> ShardingStats:
+        """Counters since the root was built."""
+        ...
 
     @property
     def root_unit(self) -> UnitLifecycle | None:
@@ -202,19 +206,19 @@ class NoSharding:
         self._module = module
 
     def observe(self, observer: StreamObserver | None) -> None:
-        return None
+        """Nobody to observe."""
 
     def unit_of(self, module: nn.Module) -> None:
-        return None
+        """There are no units."""
 
     def begin(self, driver: Driver) -> None:
-        return None
+        """Nothing to swap."""
 
     def pre_backward(self, microbatch: int) -> None:
-        return None
+        """Nothing to note."""
 
     def end(self) -> None:
-        return None
+        """Nothing to wait for."""
 
     def abort(self) -> None:
         """Drop the gradients of the step that failed."""

@@ -34,7 +34,6 @@ from fsdp_hooks.layout import ParamExtent, flat_layout
 from fsdp_hooks.placeholder import Placeholder, placeholder_for, relinquish
 from fsdp_hooks.placement import Placement, Placements
 
-
 Grads = list[Tensor | None]
 """One for each parameter of a group; None where there is no contribution."""
 

@@ -9,15 +9,22 @@ from typing import Any, Final, final, override
 import torch
 from torch import Tensor, nn
 
-_PROPERTIES: Final = vars(torch._C.TensorBase)  # pyright: ignore[reportPrivateUsage]
-_DEVICE: Final = _PROPERTIES["device"].__get__
-_IS_CUDA: Final = _PROPERTIES["is_cuda"].__get__
+
+def _getter(name: str) -> object:
+    """What a torch function is called with when this property of a tensor is read."""
+    return vars(torch._C.TensorBase)[name].__get__  # pyright: ignore[reportPrivateUsage]
+
+
+_DEVICE: Final = _getter("device")
+_IS_CUDA: Final = _getter("is_cuda")
 _METADATA: Final = frozenset(
     {
-        *(
-            _PROPERTIES[name].__get__
-            for name in ("shape", "dtype", "requires_grad", "grad", "ndim", "is_leaf")
-        ),
+        _getter("shape"),
+        _getter("dtype"),
+        _getter("requires_grad"),
+        _getter("grad"),
+        _getter("ndim"),
+        _getter("is_leaf"),
         torch.Tensor.size,
         torch.Tensor.dim,
         torch.Tensor.numel,

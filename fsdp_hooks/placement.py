@@ -21,6 +21,8 @@ from typing import Final
 
 
 class Placement(Enum):
+    """How a group's tensor lies over its ranks."""
+
     REPLICATE = "replicate"
     SHARD = "shard"
 

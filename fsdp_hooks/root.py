@@ -36,18 +36,22 @@ class FsdpRoot:
 
     @property
     def units(self) -> tuple[FsdpUnit, ...]:
+        """All units, the root's own first."""
         return (self.root_unit, *self.inner_units)
 
     @property
     def stats(self) -> ShardingStats:
+        """Counters since the root was built."""
         return self.context.counters.read()
 
     def observe(self, observer: StreamObserver | None) -> None:
+        """Let ``observer`` see the AG and RS lanes, and the caller's waits."""
         context = self.context
         for lane in (context.ag, context.rs, context.caller):
             lane.observe(observer)
 
     def unit_of(self, module: nn.Module) -> FsdpUnit | None:
+        """The unit that ``module`` itself was sharded as."""
         return self._by_module.get(module)
 
     def begin(self, driver: Driver) -> None:
@@ -71,6 +75,7 @@ class FsdpRoot:
         self.context.caller.hold(self.context.ag)
 
     def pre_backward(self, microbatch: int) -> None:
+        """In stream time: the contributions that follow belong to this microbatch."""
         self.context.microbatch = microbatch
 
     def end(self) -> None:

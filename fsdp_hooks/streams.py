@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from enum import Enum
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
+from torch import Tensor
 
 Work = Callable[[], None]
 
@@ -71,20 +72,28 @@ class Span(NamedTuple):
 class StreamObserver(Protocol):
     """Is told of every piece of work; called in the stream's own thread."""
 
-    def on_issue(self, lane: str, word: str) -> None: ...
+    def on_issue(self, lane: str, word: str) -> None:
+        """The host has issued ``word`` on ``lane``."""
+        ...
 
-    def on_span(self, span: Span) -> None: ...
+    def on_span(self, span: Span) -> None:
+        """A piece of work is done, or was skipped."""
+        ...
 
 
 class Stream(Protocol):
     """A queue of work. ``record=False`` saves the event where nothing will wait for it."""
 
     @property
-    def lane(self) -> str: ...
+    def lane(self) -> str:
+        """The stream's name."""
+        ...
 
     def run(
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
-    ) -> Event: ...
+    ) -> Event:
+        """Issue work behind what was issued before and behind ``after``."""
+        ...
 
     def synchronize(self) -> BaseException | None:
         """Block the host until the queue is empty. Returns the failure that stopped it, if any."""
@@ -94,7 +103,9 @@ class Stream(Protocol):
         """Forget a failure, so that new work runs again. The queue must be empty."""
         ...
 
-    def observe(self, observer: StreamObserver | None) -> None: ...
+    def observe(self, observer: StreamObserver | None) -> None:
+        """Tell ``observer`` of all that follows; None: nobody."""
+        ...
 
 
 class StreamKind(Enum):
@@ -119,6 +130,7 @@ def new_stream(kind: StreamKind, lane: str, *, device: torch.device, priority: i
 
 
 def default_kind(device: torch.device) -> StreamKind:
+    """CUDA streams on CUDA, worker threads elsewhere."""
     return StreamKind.CUDA if device.type == "cuda" else StreamKind.THREAD
 
 
@@ -137,31 +149,30 @@ class ThreadState:
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
-    saved_tensor_hooks: tuple[Callable[..., object], Callable[..., object]] | None
+    saved_tensor_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     multithreaded_backward: bool
     num_threads: int
     """Intra-op threads."""
 
     @classmethod
     def capture(cls) -> "ThreadState":
+        """The modes in force in this thread."""
         enabled = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+        engine = torch._C  # pyright: ignore[reportPrivateUsage]
         # The engine has no public reader of the hook stack or of the multithreading flag.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = engine._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((d, torch.get_autocast_dtype(d)) for d in enabled),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks=None if hooks is None else (hooks[0], hooks[1]),
-            multithreaded_backward=torch._C._is_multithreading_enabled(),
+            multithreaded_backward=engine._is_multithreading_enabled(),  # pyright: ignore
             num_threads=torch.get_num_threads(),
         )
 
     def enter(self, stack: ExitStack) -> None:
-        """Put the modes in force in this thread until ``stack`` closes.
-
-        Not so the number of threads, which is nobody's default and stays.
-        """
+        """Put the modes in force in this thread until ``stack`` closes; ``num_threads`` stays."""
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         stack.enter_context(torch.inference_mode(self.inference))
@@ -189,10 +200,12 @@ class Completion:
         self._gate.acquire()
 
     def open(self, error: BaseException | None) -> None:
+        """The work is done, or was skipped for ``error``."""
         self.error = error
         self._gate.release()
 
     def is_open(self) -> bool:
+        """Whether a wait would return at once."""
         return not self._gate.locked()
 
     def block(self) -> None:
@@ -202,6 +215,7 @@ class Completion:
                 pass
 
     def wait(self) -> None:
+        """Block the host until the work is done; raise what it raised."""
         self.block()
         if self.error is not None:
             raise self.error
@@ -250,6 +264,7 @@ class ThreadStream:
     def run(
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Completion:
+        """Issue work behind what was issued before and behind ``after``."""
         completion = Completion(word, self.lane) if record else _UNRECORDED
         if (observer := self._shared.observer) is not None:
             observer.on_issue(self.lane, word)
@@ -263,6 +278,7 @@ class ThreadStream:
         return completion
 
     def synchronize(self) -> BaseException | None:
+        """Block the host until the queue is empty. Returns the failure, if any."""
         drained = Completion("synchronize")
         # ``block``, not ``wait``: behind a failure this item is skipped, and opens all the same.
         self._shared.queue.put(_Item(_nothing, "synchronize", (), drained, self._state))
@@ -270,9 +286,11 @@ class ThreadStream:
         return self._shared.failure
 
     def reset(self) -> None:
+        """Forget a failure."""
         self._shared.failure = None
 
     def observe(self, observer: StreamObserver | None) -> None:
+        """Tell ``observer`` of all that follows; None: nobody."""
         self._shared.observer = observer
 
 
@@ -311,16 +329,15 @@ def _do(lane: str, shared: _Shared, item: _Item) -> None:
     if shared.failure is None:
         try:
             item.work()
-        except BaseException as error:  # every kind must reach the host, which re-raises it
+        except BaseException as error:  # noqa: BLE001 (the host re-raises every kind)
             _blame(error, item.word)
             shared.failure = error
     word, completion = item.word, item.completion
-    # A failure's traceback holds this frame. Through it the work's tensors would live as long as
-    # the failure, and the completion, which holds the failure, would be part of a cycle.
+    # A failure's traceback holds this frame, and must not hold the work's tensors with it.
     del item
     if completion is not None:
         completion.open(shared.failure)
-        del completion
+        del completion  # it holds the failure: a cycle otherwise
     if (observer := shared.observer) is not None:
         end_ns = perf_counter_ns()
         span = Span(lane, word, wait_ns, start_ns, end_ns)
@@ -340,6 +357,7 @@ class InlineStream:
     def run(
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Event:
+        """Issue work behind what was issued before and behind ``after``."""
         observer = self._observer
         if observer is not None:
             observer.on_issue(self.lane, word)
@@ -354,12 +372,14 @@ class InlineStream:
         return _UNRECORDED
 
     def synchronize(self) -> BaseException | None:
+        """Block the host until the queue is empty. Returns the failure, if any."""
         return None
 
     def reset(self) -> None:
-        return None
+        """Forget a failure."""
 
     def observe(self, observer: StreamObserver | None) -> None:
+        """Tell ``observer`` of all that follows; None: nobody."""
         self._observer = observer
 
 
@@ -369,12 +389,13 @@ class CudaEvent:
 
     __slots__ = ("cuda", "lane", "word")
 
-    def __init__(self, word: str, lane: str, cuda: torch.cuda.Event) -> None:
+    def __init__(self, word: str, lane: str, cuda: torch.cuda.Event | torch.Event) -> None:
         self.word = word
         self.lane = lane
         self.cuda = cuda
 
     def wait(self) -> None:
+        """Block the host until the work is done; raise what it raised."""
         self.cuda.synchronize()
 
 
@@ -390,6 +411,7 @@ class CudaStream:
     def run(
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Event:
+        """Issue work behind what was issued before and behind ``after``."""
         if self._observer is not None:
             self._observer.on_issue(self.lane, word)
         for event in after:
@@ -407,13 +429,15 @@ class CudaStream:
         return CudaEvent(word, self.lane, self.cuda.record_event())
 
     def synchronize(self) -> BaseException | None:
+        """Block the host until the queue is empty. Returns the failure, if any."""
         self.cuda.synchronize()
         return None
 
     def reset(self) -> None:
-        return None
+        """Forget a failure."""
 
     def observe(self, observer: StreamObserver | None) -> None:
+        """Tell ``observer`` of all that follows; None: nobody."""
         self._observer = observer
 
 
@@ -471,4 +495,5 @@ class CallerStream:
         self.wait(end, word=f"wait for {stream.lane}")
 
     def observe(self, observer: StreamObserver | None) -> None:
+        """Tell ``observer`` of all that follows; None: nobody."""
         self._observer = observer

@@ -53,22 +53,27 @@ class FsdpUnit:
 
     @property
     def state(self) -> UnitState:
+        """The issued state."""
         return self._state
 
     @property
     def releases(self) -> bool:
+        """Whether a reshard frees memory."""
         return any(group.releases for group in self.groups)
 
     @property
     def is_trainable(self) -> bool:
+        """Whether any of its parameters takes a gradient."""
         return any(group.requires_grad for group in self.groups)
 
     @property
     def reduces_each_microbatch(self) -> bool:
+        """Whether each microbatch's gradients are reduced on their own."""
         return any(group.reduces_each_microbatch for group in self.groups)
 
     @property
     def unsharded_bytes(self) -> int:
+        """Storage that a gather allocates and a release frees."""
         return sum(group.storage.nbytes for group in self.groups if group.releases)
 
     def holds(self, tensor: Tensor) -> bool:

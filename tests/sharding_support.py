@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,16 @@ from ep_overlap.testing import Recording, record
 from fsdp_hooks.collectives import NewGroup, new_torch_group
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.fully_shard import fully_shard
-from fsdp_hooks.lifecycle import ShardingStats, lifecycle_of
+from fsdp_hooks.lifecycle import ShardedModule, ShardingStats, lifecycle_of
 from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.streams import Span, StreamKind
 
 STRATEGIES = ("no_shard", "optim_grads_params")
 WIDTH = 5
 VOCAB = 7
+
+Grads = dict[str, Tensor | None]
+"""Whole gradients (or weights) by name; None where there is none."""
 
 
 def double[ModuleT: nn.Module](make: Callable[[], ModuleT], seed: int = 0) -> ModuleT:
@@ -101,7 +105,7 @@ def root_of(model: nn.Module) -> FsdpRoot:
     return root
 
 
-def wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def wholes(tensors: Mapping[str, Tensor | None]) -> Grads:
     """Sharded tensors, put together from every rank's rows. Collective; None stays None."""
     result = dict(tensors)
     sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
@@ -117,15 +121,15 @@ def wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return result
 
 
-def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
+def whole_grads(model: nn.Module) -> Grads:
     return wholes({name: param.grad for name, param in model.named_parameters()})
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor | None]:
+def whole_weights(model: nn.Module) -> Grads:
     return wholes({name: param.detach() for name, param in model.named_parameters()})
 
 
-def worst_error(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+def worst_error(got: Grads, expected: Grads) -> float:
     """Largest difference, relative to the tensor's largest entry; infinite if one is missing."""
     assert got.keys() == expected.keys()
     worst = 0.0
@@ -203,3 +207,24 @@ def own_rows(tensor: Tensor | None) -> Tensor:
     """This rank's part of a sharded tensor."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local().detach()
+
+
+def equal(ours: Grads, theirs: Grads) -> bool:
+    """Bitwise."""
+    assert ours.keys() == theirs.keys()
+    return all(
+        a is b if a is None or b is None else torch.equal(a, b)
+        for a, b in ((ours[name], theirs[name]) for name in ours)
+    )
+
+
+def input_of(rank: int, seed: int = 0) -> Tensor:
+    """float64 ``[3, WIDTH]``."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank + 1)
+    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def uses_of(model: nn.Module) -> list[Any]:
+    """What the hooks know of each unit."""
+    assert isinstance(model, ShardedModule)
+    return list(model.fsdp_membership.hooks._uses.values())

@@ -20,7 +20,13 @@ from rich.table import Table
 from ep_overlap.commands.arguments import BenchArguments
 from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.results import write_json, write_trace
-from ep_overlap.commands.running import model_environment, own_command, recipe_of, running
+from ep_overlap.commands.running import (
+    model_environment,
+    own_command,
+    quiet_import,
+    recipe_of,
+    running,
+)
 from ep_overlap.commands.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
 from ep_overlap.commands.world import Meshes, World, choose_device, open_world
 from ep_overlap.config import OverlapConfig
@@ -77,7 +83,8 @@ def run(args: BenchArguments) -> int:
 def _host_overhead(args: BenchArguments) -> int:
     from ep_overlap.report import host_overhead
 
-    measured = host_overhead.measure()
+    with quiet_import():
+        measured = host_overhead.measure()
     write_json(args.json, host_overhead.as_json(measured))
     Console().print(host_overhead.table(measured))
     return 0

@@ -10,14 +10,15 @@ schedule's own::
     threads      OverlapSchedule, a worker thread per stream
     megatron     megatron-core's schedule plan with its nodes (host_overhead_peer.py)
 
-Ours are whole steps (loss, first and last node, checks) divided by the number of pairs;
-megatron-core's are the pairs alone, without the building of its plan, which it does anew for each
-microbatch.
+Ours are the difference of two steps, one of twice as many layers, divided by the pairs that it has
+more: what a step costs once (checks, loss, first and last node) drops out. megatron-core's are its
+pairs alone, without the building of its plan, which it does anew for each microbatch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter_ns, process_time_ns
 from typing import Final, final
@@ -36,8 +37,9 @@ from fsdp_hooks.streams import StreamKind
 NUM_LAYERS: Final = 16
 NUM_MICROBATCHES: Final = 4
 NUM_PAIRS: Final = NUM_LAYERS * NUM_MICROBATCHES
-"""Of one step. The first forward and the last backward run alone; together they count as pairs."""
-NUM_ROUNDS: Final = 11
+"""More in the deep step than in the shallow one. The first forward and the last backward run
+alone; together they count as pairs."""
+NUM_ROUNDS: Final = 31
 _NS_PER_US: Final = 1e3
 
 
@@ -72,7 +74,7 @@ Timed = Callable[[], tuple[int, int]]
 
 
 def measure(*, num_rounds: int = NUM_ROUNDS) -> HostOverhead:
-    """Measure all variants in turns, on the CPU; about 2 s.
+    """Measure all variants in turns, on the CPU; about 5 s.
 
     The calling thread's CPU threads for operators are set to one meanwhile.
     """
@@ -81,9 +83,9 @@ def measure(*, num_rounds: int = NUM_ROUNDS) -> HostOverhead:
         stack.callback(torch.set_num_threads, num_threads)
         torch.set_num_threads(1)
         variants = {
-            "one graph": _timed(_one_graph()),
-            "inline": _timed(_scheduled(StreamKind.INLINE)),
-            "threads": _timed(_scheduled(StreamKind.THREAD)),
+            "one graph": _timed(_one_graph),
+            "inline": _timed(partial(_scheduled, StreamKind.INLINE)),
+            "threads": _timed(partial(_scheduled, StreamKind.THREAD)),
         }
         if (megatron := _megatron(stack)) is not None:
             variants["megatron"] = megatron
@@ -94,6 +96,11 @@ def measure(*, num_rounds: int = NUM_ROUNDS) -> HostOverhead:
         threads=costs["threads"],
         megatron=costs.get("megatron"),
     )
+
+
+def as_json(result: HostOverhead) -> dict[str, dict[str, float]]:
+    """us of each variant, by name."""
+    return {name: asdict(cost) for name, cost in result.costs.items()}
 
 
 def table(result: HostOverhead) -> Table:
@@ -125,13 +132,22 @@ def _in_turns(variants: Mapping[str, Timed], num_rounds: int) -> dict[str, Cost]
     }
 
 
-def _timed(step: Callable[[], None]) -> Timed:
+def _timed(step_of: Callable[[int], Callable[[], None]]) -> Timed:
+    """``step_of``: number of layers -> a step."""
+    shallow, deep = step_of(NUM_LAYERS), step_of(2 * NUM_LAYERS)
+
     def run() -> tuple[int, int]:
-        wall_ns, cpu_ns = perf_counter_ns(), process_time_ns()
-        step()
-        return perf_counter_ns() - wall_ns, process_time_ns() - cpu_ns
+        wall_ns, cpu_ns = _cost_of(deep)
+        shallow_wall_ns, shallow_cpu_ns = _cost_of(shallow)
+        return wall_ns - shallow_wall_ns, cpu_ns - shallow_cpu_ns
 
     return run
+
+
+def _cost_of(step: Callable[[], None]) -> tuple[int, int]:
+    wall_ns, cpu_ns = perf_counter_ns(), process_time_ns()
+    step()
+    return perf_counter_ns() - wall_ns, process_time_ns() - cpu_ns
 
 
 def _megatron(stack: ExitStack) -> Timed | None:
@@ -183,10 +199,10 @@ class _Layer(nn.Module):
 class _Model(nn.Module):
     """A ``ModelParts`` of such layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.blocks = nn.ModuleList(_Layer() for _ in range(NUM_LAYERS))
+        self.blocks = nn.ModuleList(_Layer() for _ in range(num_layers))
         self._layers = [block for block in self.blocks if isinstance(block, _Layer)]
 
     @property
@@ -226,8 +242,8 @@ def _batches() -> Iterator[None]:
     return iter([None] * NUM_MICROBATCHES)
 
 
-def _one_graph() -> Callable[[], None]:
-    model = _Model()
+def _one_graph(num_layers: int) -> Callable[[], None]:
+    model = _Model(num_layers)
 
     def step() -> None:
         for batch in _batches():
@@ -236,9 +252,9 @@ def _one_graph() -> Callable[[], None]:
     return step
 
 
-def _scheduled(kind: StreamKind) -> Callable[[], None]:
+def _scheduled(kind: StreamKind, num_layers: int) -> Callable[[], None]:
     config = OverlapConfig(num_microbatches=NUM_MICROBATCHES, order=OrderName.PLAIN)
-    schedule = OverlapSchedule(_Model(), config, stream_kind=kind)
+    schedule = OverlapSchedule(_Model(num_layers), config, stream_kind=kind)
     batches = list(_batches())
 
     def step() -> None:

@@ -64,18 +64,24 @@ class HandOff:
         if not torch.is_grad_enabled():
             self._sent = ()  # no backward will come for it
             return sent
-        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in sent]
-        # A named tuple's class takes its fields one by one.
-        self._received = received = type(sent)(*leaves)  # pyright: ignore[reportArgumentType]
+        leaves: list[Tensor | None] = []
+        for tensor in sent:
+            if tensor is not None:
+                requires_grad = tensor.requires_grad
+                tensor = tensor.detach()
+                tensor.requires_grad = requires_grad
+            leaves.append(tensor)
+        # ``_make`` of a named tuple, without the call: this runs for every hand-off.
+        self._received = received = tuple.__new__(type(sent), leaves)
         return received
 
     def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
         """Add what was sent, with the gradients that came back, and let go of both."""
-        for sent, received in zip(self._sent, self._received, strict=True):
+        for sent, received in zip(self._sent, self._received):  # noqa: B905 (made pairwise above)
             if sent is not None and received is not None and (grad := received.grad) is not None:
                 roots.append(sent)
                 grads.append(grad)
-        self.clear()
+        self._sent = self._received = ()
 
     def clear(self) -> None:
         """Hold nothing."""
