@@ -90,6 +90,8 @@ class ShardContext:
         runtime: Runtime,
     ) -> None:
         kind = runtime.stream_kind or default_kind(device)
+        self.runs_after_launch = kind is StreamKind.CUDA
+        """Whether work runs after the host has launched it."""
         # High priority: the parameter that compute waits for next should not queue behind it.
         self.ag = new_stream(kind, "ag", device=device, priority=-1)
         self.rs = new_stream(kind, "rs", device=device)

@@ -105,7 +105,7 @@ class ModuleHooks:
         self._has_warned = False
         self._running: list[_Running] = []
         self._backward: ref[_Backward] | None = None
-        self._reducing: deque[Event] = deque()
+        self._reducing: deque[tuple[FsdpUnit, Event]] = deque()
         for use in self._uses.values():
             self._install(use)
 
@@ -324,10 +324,13 @@ class ModuleHooks:
         unit.seal(0, is_last=is_last)
         if not unit.is_trainable or not (is_last or unit.reduces_each_microbatch):
             return
-        self._reducing.append(unit.reduce(after=(caller.record(f"backward of {unit.name}"),)))
+        reduced = unit.reduce(after=(caller.record(f"backward of {unit.name}"),))
+        self._reducing.append((unit, reduced))
         # Whole gradients live until they are reduced: on a slow link, one set for each unit.
         if len(self._reducing) > MAX_REDUCTIONS_IN_FLIGHT:
-            caller.wait(self._reducing.popleft(), word="wait for a reduction")
+            oldest, reduced = self._reducing.popleft()
+            caller.wait(reduced, word="wait for a reduction")
+            oldest.drop_reduced()
 
     def _end_of_backward(self, backward: _Backward) -> None:
         """Finish the units whose inputs needed no gradient, in the order of backward; then end."""

@@ -9,8 +9,9 @@ handle                   standard path                          schedule
 ``root.begin``           the root's forward pre-hook            once, before the first action
 ``unit.unshard``         the unit's forward pre-hook, and the   ``UNSHARD.unit``, ahead of use
                          hook on its output's gradient
-``unit.ensure``          fine-grained pre-hooks on every sub-   the same hooks, and before each
-                         module that owns parameters            node: the safety net
+``unit.ensure``          not called: a sub-module that is       fine-grained pre-hooks on every
+                         called past its unit gathers and       sub-module that owns parameters,
+                         releases as the unit would             and each node: the safety net
 ``unit.reshard``         the unit's forward hook, and once its  ``RESHARD.unit``
                          gradients are done
 ``root.pre_backward``    the first hook on an output's          before each node's backward
@@ -116,6 +117,11 @@ class UnitLifecycle(Protocol):
 
     def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
         """Issue the reduction of the oldest sealed gradients on the RS lane."""
+        ...
+
+    def drop_reduced(self) -> None:
+        """Let go of the gradients that the oldest reduction read: the lane that made them has
+        waited for it. Only where work runs after its launch (CUDA) is anything held."""
         ...
 
     def ensure(self) -> None:

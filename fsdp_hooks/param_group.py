@@ -81,7 +81,6 @@ class ParamGroup:
         self._rank = mesh.get_local_rank()
         self.storage = FlatBuffer(self.layout, dtype=first.dtype, device=first.device)
         self._extents = self.layout.extents
-        self._gaps = self._find_gaps()
 
         self.storage.flat.zero_()
         for slot, extent in zip(self.slots, self._extents, strict=True):
@@ -186,14 +185,16 @@ class ParamGroup:
         if is_last:
             self._sealed.append(grads)
 
-    def reduce(self, communicator: Communicator, divisor: int) -> None:
+    def reduce(self, communicator: Communicator, divisor: int) -> Sequence[Tensor | None]:
         """RS lane: reduce the oldest sealed gradients and add them to the step's.
 
         A parameter without a gradient contributes zeros: another rank may have one.
+
+        Returns:
+            What was read; the comp lane allocated it.
         """
         grads = self._sealed.popleft()
         whole = self._pack(grads)
-        del grads
         if self.placements.grad is Placement.SHARD:
             reduced = whole.new_empty(self.layout.shard_numel)
             communicator.reduce_scatter(reduced, whole)
@@ -207,6 +208,7 @@ class ParamGroup:
             reduced.mul_(1.0 / divisor)
         held = self._step_grad
         self._step_grad = reduced if held is None else held.add_(reduced)
+        return grads
 
     def holds_contributions(self, *, is_last: bool) -> bool:
         """Whether gradients wait for ``seal``, or an end of the step for what was accumulated."""
@@ -243,18 +245,6 @@ class ParamGroup:
             param.grad = None
 
     # ---- construction -------------------------------------------------------------------------
-
-    def _find_gaps(self) -> tuple[tuple[int, int], ...]:
-        """The padding: ranges of the flat storage that no parameter covers."""
-        gaps: list[tuple[int, int]] = []
-        cursor = 0
-        for extent in self._extents:
-            if extent.start > cursor:
-                gaps.append((cursor, extent.start))
-            cursor = extent.stop
-        if cursor < self.layout.numel:
-            gaps.append((cursor, self.layout.numel))
-        return tuple(gaps)
 
     def _make_main_weights(self) -> tuple[Tensor, int]:
         """The main weights, and where in the layout they start."""
@@ -302,10 +292,8 @@ class ParamGroup:
         )
 
     def _pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The flat input of the reduction. What the fresh buffer held before never shows."""
+        """The flat input of the reduction. Padding keeps what memory held; nobody reads it."""
         whole = torch.empty(self.layout.numel, dtype=self._main.dtype, device=self._main.device)
-        for start, stop in self._gaps:
-            whole[start:stop].zero_()
         views: list[Tensor] = []
         present: list[Tensor] = []
         for grad, extent in zip(grads, self._extents, strict=True):

@@ -4,6 +4,7 @@
 ``ensure``, ``accumulate`` and ``seal`` run in stream time, inside the work of the compute lane.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import final
 from weakref import ref
@@ -44,6 +45,7 @@ class FsdpUnit:
         self._state = UnitState.SHARDED
         self._stream_state = UnitState.SHARDED
         self._gathered: Event = NOTHING_DONE
+        self._being_reduced: deque[Sequence[Tensor | None]] = deque()
         self._words = {op: f"{op}.{name}" for op in ("UNSHARD", "RESHARD", "REDUCE")}
         for number, group in enumerate(self.groups):
             group.name_unit(name)
@@ -112,6 +114,11 @@ class FsdpUnit:
         """Issue the reduction of the oldest sealed gradients, behind ``after``."""
         return self._context.rs.run(self._reduce, word=word or self._words["REDUCE"], after=after)
 
+    def drop_reduced(self) -> None:
+        """Let go of what the oldest reduction read: the comp lane has waited for it."""
+        if self._being_reduced:
+            self._being_reduced.popleft()
+
     def _move(self, to: UnitState, call: str) -> None:
         if to not in LEGAL_MOVES[self._state]:
             raise RuntimeError(
@@ -172,15 +179,19 @@ class FsdpUnit:
 
     def _reduce(self) -> None:
         counters = self._context.counters
+        read: list[Tensor | None] = []
         for group in self.groups:
             if not group.requires_grad:
                 continue
             communicator = self._context.communicators(group.mesh).reduce
-            group.reduce(communicator, self._context.grad_divisor)
+            read += group.reduce(communicator, self._context.grad_divisor)
             if group.placements.grad is Placement.SHARD:
                 counters.num_reduce_scatters += 1
             elif communicator.num_ranks > 1:
                 counters.num_all_reduces += 1
+        if self._context.runs_after_launch:
+            # Given back now, the comp lane would write over what the RS lane has yet to read.
+            self._being_reduced.append(read)
 
     # ---- begin, end, abort; called with drained lanes -----------------------------------------
 
@@ -202,6 +213,7 @@ class FsdpUnit:
         """Back to the sharded parameters, with this step's gradient in their ``.grad``."""
         if self._stream_state is UnitState.UNSHARDED:
             self._release()  # gathered by the safety net: no release was issued
+        self._being_reduced.clear()
         for group in self.groups:
             group.publish()
             group.install(group.sharded_params)
@@ -212,6 +224,7 @@ class FsdpUnit:
             self._release()
         self._state = UnitState.SHARDED
         self._gathered = NOTHING_DONE  # it may hold the failure, and that the frames it came from
+        self._being_reduced.clear()
         for group in self.groups:
             group.drop_grads()
             group.install(group.sharded_params)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from sharding_support import (
     STRATEGIES,
+    WIDTH,
     Grads,
     Stack,
     clean,
@@ -150,10 +151,15 @@ def test_evaluation_leaves_training_bitwise_the_same(ranks2: RankPool, mode: str
 
 
 class InnerLoss(Stack):
-    """Keeps an inner output, for a loss that the root does not return."""
+    """Keeps an inner output, for a loss that the root does not return. Its backward reads ``mix``,
+    a weight of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = torch.tanh(self.mix(self.embed(tokens)))
         for index in self.order:
             x = self.blocks[index](x)
             if index == 1:

@@ -1,15 +1,20 @@
 import pytest
 
-from ep_overlap.plan.action import Compute, Lane, LayerKind, parse_action
+from ep_overlap.plan.action import Lane, LayerKind, parse_action
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.edges import dependencies
 from ep_overlap.plan.lifetimes import release_points
+from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, OrderName
 
 
 def plan_actions(order: OrderName, num_layers: int = 3, num_microbatches: int = 3):
-    shape = ModelShape(layers=(LayerKind.MOE,) * num_layers)
-    return build_plan(shape=shape, num_microbatches=num_microbatches, order=order).actions
+    return build_plan(
+        shape=ModelShape(layers=(LayerKind.MOE,) * num_layers),
+        num_microbatches=num_microbatches,
+        order=order,
+        sharding=Sharding(strategy=Strategy.OPTIM_GRADS_PARAMS),
+    ).actions
 
 
 def test_a_gradient_that_comm_reads_lives_until_comp_waits_for_its_reader() -> None:
@@ -38,12 +43,13 @@ def test_no_tensor_is_dropped_before_its_lane_is_known_to_follow_the_reader(
             last_on_lane[action.lane] = index
         before.append(done.union(*(before[i] for i in done)))
     points = release_points(actions)
-    assert any(point is not None for point in points)
+    released = {actions[i].lane for i, point in enumerate(points) if point is not None}
+    assert released == {Lane.COMP, Lane.COMM, Lane.RS}
     for reader, point in enumerate(points):
         if point is None:
             continue
-        assert isinstance(actions[reader], Compute)
-        assert actions[point].lane is not actions[reader].lane
+        allocating = {Lane.COMM: Lane.COMP, Lane.COMP: Lane.COMM, Lane.RS: Lane.COMP}
+        assert actions[point].lane is allocating[actions[reader].lane]
         assert reader in before[point]
         earlier = range(reader + 1, point)
         assert not any(

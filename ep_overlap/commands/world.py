@@ -85,8 +85,7 @@ def open_world(device: DeviceChoice, *, speed: LinkSpeed | None) -> Generator[Wo
             torch.cuda.set_device(chosen)
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        dist.init_process_group(_backend(chosen), timeout=GROUP_TIMEOUT)
         stack.callback(dist.destroy_process_group)
         yield World(
             rank=dist.get_rank(),
@@ -113,6 +112,14 @@ def choose_device(choice: DeviceChoice) -> torch.device:
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _backend(device: torch.device) -> str:
+    """gloo, and NCCL for GPUs unless ranks share one, which NCCL refuses."""
+    if device.type == "cpu":
+        return "gloo"
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "gloo" if num_local_ranks > torch.cuda.device_count() else "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,30 +13,34 @@ became 771 instead of 0.61.
 """
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Final
 
-from ep_overlap.plan.action import Action, Compute, Lane
+from ep_overlap.plan.action import Action, Lane
 from ep_overlap.plan.edges import walk
 
-_OTHER: Final = {Lane.COMP: Lane.COMM, Lane.COMM: Lane.COMP}
+_LANES: Final = (Lane.COMP, Lane.COMM, Lane.RS)
+
+_READERS: Final = MappingProxyType({Lane.COMP: (Lane.COMM, Lane.RS), Lane.COMM: (Lane.COMP,)})
+"""For each lane that allocates what crosses lanes, the lanes that read it."""
 
 
 def release_points(actions: Sequence[Action]) -> tuple[int | None, ...]:
-    """For each node, the first later action before which the other lane has waited for it.
+    """For each node and REDUCE, the first later action whose lane has waited for it.
 
-    What the node read and the other lane allocated may be dropped once that action is issued, its
-    waits with it. None: only after the step (and for actions that are no nodes).
+    A node reads what the other of the lanes comp and comm allocated; REDUCE reads gradients that
+    comp allocated. They may be dropped once that action is issued, its waits with it. None: only
+    after the step (and for what reads nothing of another lane).
     """
     waiting = walk(actions)
     points: list[int | None] = [None] * len(actions)
-    # For each lane, the nodes that the other lane has not yet waited for, oldest first.
-    unknown: dict[Lane, list[int]] = {lane: [] for lane in _OTHER}
+    # For each lane, its readers that the lane they read from has not yet waited for, oldest first.
+    unknown: dict[Lane, list[int]] = {lane: [] for lane in _LANES}
     for index, action in enumerate(actions):
-        if not isinstance(action, Compute):
-            continue
-        readers = unknown[_OTHER[action.lane]]
-        done_until = waiting[index].knows[_OTHER[action.lane]]
-        while readers and readers[0] <= done_until:
-            points[readers.pop(0)] = index
-        unknown[action.lane].append(index)
+        for reading in _READERS.get(action.lane, ()):
+            done_until = waiting[index].knows[reading]
+            while unknown[reading] and unknown[reading][0] <= done_until:
+                points[unknown[reading].pop(0)] = index
+        if action.lane in unknown:
+            unknown[action.lane].append(index)
     return tuple(points)

@@ -15,6 +15,8 @@ from ep_overlap.run.wiring import NodeKey
 from fsdp_hooks.lifecycle import UnitLifecycle
 from fsdp_hooks.streams import Event, Stream, Work, completed
 
+Drop = Callable[[], None]
+
 Launch = Callable[[Sequence[Event]], Event]
 """Issues one action behind some events; returns the event of its completion."""
 
@@ -56,23 +58,23 @@ class Program:
             for index, action in enumerate(plan.actions)
         )
         self._steps = tuple(zip(launches, plan.waits, strict=True))
-        self._droppable: Mapping[int, Sequence[NodeRun]] = {}
+        self._drops: Mapping[int, Sequence[Drop]] = {}
         if runs_after_launch:
-            self._droppable = _droppable(plan, nodes)
+            self._drops = _drops(plan, nodes, units)
             for node in nodes.values():
                 node.keeps_used = True
 
     def run(self) -> None:
         """Issue every action in order. Returns when all are issued, not when they are done."""
         events: list[Event] = []
-        if not self._droppable:
+        if not self._drops:
             for launch, waits in self._steps:
                 events.append(launch([events[index] for index in waits]))
             return
         for index, (launch, waits) in enumerate(self._steps):
             events.append(launch([events[earlier] for earlier in waits]))
-            for node in self._droppable.get(index, ()):
-                node.drop_used()
+            for drop in self._drops.get(index, ()):
+                drop()
 
     @staticmethod
     def _launch_of(
@@ -102,14 +104,22 @@ class Program:
                 return _wait_on_host if host_waits_for_sizes else _nothing_to_wait_for
 
 
-def _droppable(plan: Plan, nodes: Mapping[NodeKey, NodeRun]) -> Mapping[int, Sequence[NodeRun]]:
-    """For each action, the nodes whose inputs may go once it is issued."""
-    found: dict[int, list[NodeRun]] = {}
+def _drops(
+    plan: Plan, nodes: Mapping[NodeKey, NodeRun], units: Mapping[str, UnitLifecycle]
+) -> Mapping[int, Sequence[Drop]]:
+    """For each action, what may let go of what it read once the action is issued."""
+    found: dict[int, list[Drop]] = {}
     for reader, point in enumerate(release_points(plan.actions)):
         action = plan.actions[reader]
-        if point is not None and isinstance(action, Compute):
-            node = nodes[action.microbatch, action.node, action.layer]
-            found.setdefault(point, []).append(node)
+        if point is None:
+            continue
+        if isinstance(action, Compute):
+            drop = nodes[action.microbatch, action.node, action.layer].drop_used
+        elif isinstance(action, UnitAction):
+            drop = units[action.unit].drop_reduced
+        else:
+            continue
+        found.setdefault(point, []).append(drop)
     return found
 
 
