@@ -86,6 +86,11 @@ class OverlapSchedule:
         self._units = _named_units(model, self._lifecycle)
         device = next(model.module.parameters()).device
         self._kind = stream_kind or default_kind(device)
+        if (self._kind is StreamKind.CUDA) != (device.type == "cuda"):
+            raise ValueError(
+                f"{self._kind.value} streams cannot run a model on {device.type}; leave "
+                "stream_kind out"
+            )
         self._streams: Mapping[Lane, Stream] = {
             lane: new_stream(self._kind, lane, device=device) for lane in (Lane.COMP, Lane.COMM)
         }

@@ -361,6 +361,8 @@ class InlineStream:
         observer = self._observer
         if observer is not None:
             observer.on_issue(self.lane, word)
+        for event in after:
+            event.wait()
         start_ns = perf_counter_ns()
         try:
             work()
