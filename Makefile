@@ -12,8 +12,9 @@ SETUP := pyproject.toml constraints-dev.txt
 # The demo, one command a line; `make demo` runs them in this order.
 define DEMO
 $(BIN)/ep-overlap doctor
-$(BIN)/ep-overlap bench --trace out/bench_trace.json
-$(BIN)/ep-overlap timeline out/bench_trace.json -o out/timeline.html
+$(BIN)/ep-overlap train --model megatron --overlap-moe-expert-parallel-comm --data-parallel-sharding-strategy optim_grads_params --train-iters 5 --check-parity --trace out/trace.json
+$(BIN)/ep-overlap timeline out/trace.json -o out/timeline.png
+$(BIN)/ep-overlap bench --json out/bench.json
 endef
 
 .PHONY: install test lint style types demo clean

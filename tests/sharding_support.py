@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from ep_overlap.testing import Recording, record
 from fsdp_hooks.collectives import NewGroup, new_torch_group
 from fsdp_hooks.context import Runtime
-from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import ShardedModule, ShardingStats, lifecycle_of
 from fsdp_hooks.root import FsdpRoot
+from fsdp_hooks.shard import fully_shard
 from fsdp_hooks.streams import Span, StreamKind
 
 STRATEGIES = ("no_shard", "optim_grads_params")

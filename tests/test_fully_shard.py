@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from ep_overlap.testing import RankPool
 from fsdp_hooks.context import Runtime
-from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import Driver, ShardedModule
 from fsdp_hooks.optimizer import shard_optimizer
 from fsdp_hooks.placeholder import Relinquished
+from fsdp_hooks.shard import fully_shard
 
 TOLERANCE = 1e-12
 """float64, against one process: sums over ranks are formed in another order."""

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from ep_overlap.testing import RankPool
 from fsdp_hooks.collectives import Communicator
-from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
 from fsdp_hooks.root import FsdpRoot
+from fsdp_hooks.shard import fully_shard
 from fsdp_hooks.streams import StreamKind
 
 TOLERANCE = 1e-12

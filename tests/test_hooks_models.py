@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from ep_overlap.testing import RankPool
 from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.context import Runtime
-from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
 from fsdp_hooks.root import FsdpRoot
+from fsdp_hooks.shard import fully_shard
 
 TOLERANCE = 1e-12
 """float64, against one process: sums over ranks are formed in another order."""

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ep_overlap.testing import RankPool
 from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.collectives import NewGroup
-from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.optimizer import global_grad_norm, shard_optimizer
+from fsdp_hooks.shard import fully_shard
 
 TOLERANCE = 1e-12
 """float64, against one process: sums over ranks are formed in another order."""

@@ -214,10 +214,11 @@ class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlag
         False, "measure what the schedule itself costs the host instead; needs no ranks"
     )
     # Sizes for which communication at the default rate is about 60% of compute on one core a rank.
+    num_layers: int = _flag(4, "transformer layers")
     hidden_size: int = _flag(256, "width of the residual stream")
     num_attention_heads: int = _flag(8, "attention heads")
-    moe_ffn_hidden_size: int = _flag(512, "hidden width of an expert")
-    seq_length: int = _flag(256, "tokens of a sequence")
+    moe_ffn_hidden_size: int = _flag(640, "hidden width of an expert, and of a dense layer's MLP")
+    seq_length: int = _flag(160, "tokens of a sequence")
     num_microbatches: int = _flag(8, "microbatches of a step, per rank")
 
 

@@ -26,9 +26,9 @@ from ep_overlap.run.trace import StepTrace
 from ep_overlap.schedule import OverlapSchedule, StepResult
 from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.context import Runtime
-from fsdp_hooks.fully_shard import fully_shard
 from fsdp_hooks.lifecycle import RootLifecycle, lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
+from fsdp_hooks.shard import fully_shard
 
 LossFn = Callable[[Tensor, Any], Tensor]
 
