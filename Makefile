@@ -12,7 +12,7 @@ SETUP := pyproject.toml constraints-dev.txt
 # The demo, one command a line; `make demo` runs them in this order.
 define DEMO
 $(BIN)/ep-overlap doctor
-$(BIN)/ep-overlap train --model megatron --overlap-moe-expert-parallel-comm --data-parallel-sharding-strategy optim_grads_params --train-iters 5 --check-parity --trace out/trace.json
+$(BIN)/ep-overlap train --model megatron --overlap-moe-expert-parallel-comm --data-parallel-sharding-strategy optim_grads_params --max-unsharded-units 2 --train-iters 5 --check-parity --trace out/trace.json
 $(BIN)/ep-overlap timeline out/trace.json -o out/timeline.png
 $(BIN)/ep-overlap bench --json out/bench.json
 endef
@@ -22,6 +22,7 @@ endef
 install: $(STAMP)
 
 $(STAMP): $(SETUP) scripts/find_python.sh
+	@test ! -L $(VENV) || { echo "$(VENV) is a link; remove it: it would be cleared" >&2; exit 1; }
 	@python="$$(PYTHON='$(PYTHON)' sh scripts/find_python.sh)" && \
 	    echo "creating $(VENV) with $$python" && \
 	    "$$python" -m venv --clear $(VENV)

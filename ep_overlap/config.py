@@ -42,7 +42,9 @@ class OverlapConfig:
             raise ValueError(
                 f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}"
             )
-        if not self.overlap and (self.order_text or self.order not in (None, OrderName.SERIAL)):
+        if not self.overlap and self.order_text is not None:
+            raise ValueError("order_text needs overlap; set overlap=True or leave it out")
+        if not self.overlap and self.order not in (None, OrderName.SERIAL):
             raise ValueError(
                 f"order {self.order!r} needs overlap; set overlap=True or leave it out"
             )
@@ -55,8 +57,4 @@ class OverlapConfig:
         if self.order is None:
             paired = self.num_microbatches >= PAIRED_FROM_MICROBATCHES
             return OrderName.PAIRED if paired else OrderName.PLAIN
-        if self.order not in list(OrderName):
-            raise ValueError(
-                f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}"
-            )
         return OrderName(self.order)

@@ -10,6 +10,7 @@ One token batch's way: ``step`` -> the plan (built once, reused) -> ``Program`` 
 stream, or a unit's life cycle -> group -> buffer -> collective.
 """
 
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,17 +146,19 @@ class OverlapSchedule:
         """
         if not self._is_running:
             return
-        for stream in self._streams.values():
-            stream.synchronize()
-            stream.reset()
-            stream.run(forget_failed_backward, word="abort")
-            stream.synchronize()
-        self._lifecycle.abort()
-        for node in self._nodes.values():
-            node.reset()
-        for slot in self._slots:
-            slot.clear()
-        self._is_running = False
+        try:
+            for stream in self._streams.values():
+                stream.synchronize()
+                stream.reset()
+                stream.run(forget_failed_backward, word="abort")
+                stream.synchronize()
+        finally:  # a device that has failed fails again when it is drained
+            for node in self._nodes.values():
+                node.reset()
+            for slot in self._slots:
+                slot.clear()
+            self._is_running = False
+            self._lifecycle.abort()
 
     def observe(self, observer: StreamObserver | None) -> None:
         """Let ``observer`` see all lanes from now on; a traced step puts its trace in its place."""
@@ -174,10 +177,11 @@ class OverlapSchedule:
             self.observe(trace)
         if self._meter is not None:
             self._meter.begin()
+        handled = sys.exception()
         # Not inside: if another driver is at work, its step is not ours to abort.
         self._lifecycle.begin(Driver.SCHEDULE)
-        self._is_running = True
         try:
+            self._is_running = True
             for slot, batch in zip(self._slots, batches, strict=True):
                 slot.begin(batch, loss_fn)
             for stream in self._streams.values():
@@ -189,8 +193,11 @@ class OverlapSchedule:
                 self._caller.wait_stream(stream)
             self._lifecycle.end()
         except BaseException as error:
-            self.abort()
-            _clear_frames(error)
+            try:
+                self.abort()
+            except Exception as second:  # noqa: BLE001 (the first error is the one to tell)
+                error.add_note(f"and when the step was dropped: {type(second).__name__}: {second}")
+            _clear_frames(error, until=handled)
             raise
         self._is_running = False
         share = None
@@ -214,12 +221,18 @@ class OverlapSchedule:
                 max_unsharded_units=config.max_unsharded_units,
             )
         if config.order_text is not None and not evaluate:
-            return plan_from_words(
+            plan = plan_from_words(
                 config.order_text,
                 shape=self._shape,
                 num_microbatches=config.num_microbatches,
                 sharding=sharding,
             )
+            if plan.delays_wgrad:
+                raise ValueError(
+                    "the order has W nodes, and delayed weight gradients are not built yet; leave "
+                    "them out"
+                )
+            return plan
         return build_plan(
             shape=self._shape,
             num_microbatches=config.num_microbatches,
@@ -297,11 +310,11 @@ def _named_units(
     return units
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None, *, until: BaseException | None) -> None:
     """Let go of the locals of an exception's frames, and of those it came from: they own tensors,
-    which would live as long as the exception."""
+    which would live as long as the exception. ``until``: one that the caller was handling."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and error is not until and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -13,6 +13,7 @@ that one queue.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import final
 
 import torch
@@ -46,31 +47,37 @@ class Communicators:
 
 @final
 class Counters:
-    """Mutable counters; each field is written by one lane only, so none needs a lock."""
+    """Mutable counters; the AG, RS and comp lanes write them, each under the lock."""
 
     def __init__(self) -> None:
-        self.num_all_gathers = 0
-        self.num_reduce_scatters = 0
-        self.num_all_reduces = 0
-        self.hook_misses = 0
-        self.unsharded_bytes = 0
-        self.peak_unsharded_bytes = 0
+        self._lock = Lock()
+        self._stats = ShardingStats()
 
-    def add_unsharded(self, num_bytes: int) -> None:
-        """Unsharded storage came, or (negative) went."""
-        self.unsharded_bytes += num_bytes
-        self.peak_unsharded_bytes = max(self.peak_unsharded_bytes, self.unsharded_bytes)
+    def add(
+        self,
+        *,
+        all_gathers: int = 0,
+        reduce_scatters: int = 0,
+        all_reduces: int = 0,
+        hook_misses: int = 0,
+        unsharded_bytes: int = 0,
+    ) -> None:
+        """Count what happened."""
+        with self._lock:
+            stats = self._stats
+            live = stats.unsharded_bytes + unsharded_bytes
+            self._stats = ShardingStats(
+                num_all_gathers=stats.num_all_gathers + all_gathers,
+                num_reduce_scatters=stats.num_reduce_scatters + reduce_scatters,
+                num_all_reduces=stats.num_all_reduces + all_reduces,
+                hook_misses=stats.hook_misses + hook_misses,
+                unsharded_bytes=live,
+                peak_unsharded_bytes=max(stats.peak_unsharded_bytes, live),
+            )
 
     def read(self) -> ShardingStats:
-        """The counters as of now."""
-        return ShardingStats(
-            num_all_gathers=self.num_all_gathers,
-            num_reduce_scatters=self.num_reduce_scatters,
-            num_all_reduces=self.num_all_reduces,
-            hook_misses=self.hook_misses,
-            unsharded_bytes=self.unsharded_bytes,
-            peak_unsharded_bytes=self.peak_unsharded_bytes,
-        )
+        """The counts so far."""
+        return self._stats
 
 
 @final

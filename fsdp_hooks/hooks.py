@@ -166,7 +166,7 @@ class ModuleHooks:
         unit = use.unit
         use.count += 1
         if module is not unit.module and unit.releases and unit.state is UnitState.SHARDED:
-            self._context.counters.hook_misses += 1
+            self._context.counters.add(hook_misses=1)
         self._gather(unit)
         if not in_backward and self._running[0].module is self._root.root_unit.module:
             is_root = unit is self._root.root_unit

@@ -64,18 +64,25 @@ def global_grad_norm(
     """The 2-norm of all gradients together, dense and expert, each element counted once.
 
     Collective over ``group`` (all ranks of the model; default: the world). Sums in float64.
+
+    Raises:
+        ValueError: a parameter with a gradient is not sharded.
     """
     squared = torch.zeros((), dtype=torch.float64)
     for param in parameters:
         grad = param.grad
         if grad is None:
             continue
-        if isinstance(grad, DTensor):
-            # A replicated gradient is whole on every rank of its mesh: the first one counts it.
-            replicated = grad.placements[0].is_replicate()
-            if replicated and grad.device_mesh.get_local_rank() != 0:
-                continue
-            grad = grad.to_local()
+        if not isinstance(grad, DTensor):
+            raise ValueError(
+                "a parameter is not sharded, so ranks cannot tell who counts its gradient; call "
+                "fully_shard on the whole model"
+            )
+        # A replicated gradient is whole on every rank of its mesh: the first one counts it.
+        replicated = grad.placements[0].is_replicate()
+        if replicated and grad.device_mesh.get_local_rank() != 0:
+            continue
+        grad = grad.to_local()
         squared += grad.double().square().sum().cpu()
     dist.all_reduce(squared, group=group)
     return float(squared.sqrt())

@@ -193,6 +193,11 @@ class ParamGroup:
         Returns:
             What was read; the comp lane allocated it.
         """
+        if not self._sealed:
+            raise RuntimeError(
+                f"reduce() of {self.slots[0].name} and others: nothing is sealed; call seal() once "
+                "a microbatch's contributions are complete, then reduce()"
+            )
         grads = self._sealed.popleft()
         whole = self._pack(grads)
         if self.placements.grad is Placement.SHARD:

@@ -64,7 +64,8 @@ class FsdpRoot:
         if self.context.driver is not Driver.REST:
             raise RuntimeError(
                 f"begin({driver.value}) while {self.context.driver.value} drives the step; "
-                "expected it at rest. Finish the backward of the step under way, or call abort()"
+                "expected it at rest. Finish the backward of the step under way, or drop it: "
+                "lifecycle_of(module).abort()"
             )
         for unit in self.units:
             unit.check_at_rest()
@@ -93,11 +94,11 @@ class FsdpRoot:
             # reduced nor change main weights while a gather still reads them.
             for stream in (context.rs, context.ag):
                 context.caller.wait_stream(stream)
+            for unit in self.units:
+                unit.swap_out()
         except BaseException:
             self.abort()
             raise
-        for unit in self.units:
-            unit.swap_out()
         context.driver = Driver.REST
 
     def release_all(self) -> None:

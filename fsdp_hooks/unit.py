@@ -138,7 +138,7 @@ class FsdpUnit:
         """
         if self._stream_state is UnitState.UNSHARDED or not self.releases:
             return
-        self._context.counters.hook_misses += 1
+        self._context.counters.add(hook_misses=1)
         self._fill(rescue=True)
 
     def accumulate(self, group: ParamGroup, index: int, grad: Tensor) -> None:
@@ -162,10 +162,10 @@ class FsdpUnit:
             if group.releases:
                 communicators = self._context.communicators(group.mesh)
                 group.gather(communicators.rescue if rescue else communicators.gather)
-                counters.num_all_gathers += 1
+                counters.add(all_gathers=1)
                 group.install(group.compute_params)
         if self._stream_state is UnitState.SHARDED:
-            counters.add_unsharded(self.unsharded_bytes)
+            counters.add(unsharded_bytes=self.unsharded_bytes)
         self._stream_state = UnitState.UNSHARDED
 
     def _release(self) -> None:
@@ -174,7 +174,7 @@ class FsdpUnit:
                 group.install(group.placeholders)
                 group.release()
         if self._stream_state is UnitState.UNSHARDED:
-            self._context.counters.add_unsharded(-self.unsharded_bytes)
+            self._context.counters.add(unsharded_bytes=-self.unsharded_bytes)
         self._stream_state = UnitState.SHARDED
 
     def _reduce(self) -> None:
@@ -186,9 +186,9 @@ class FsdpUnit:
             communicator = self._context.communicators(group.mesh).reduce
             read += group.reduce(communicator, self._context.grad_divisor)
             if group.placements.grad is Placement.SHARD:
-                counters.num_reduce_scatters += 1
+                counters.add(reduce_scatters=1)
             elif communicator.num_ranks > 1:
-                counters.num_all_reduces += 1
+                counters.add(all_reduces=1)
         if self._context.runs_after_launch:
             # Given back now, the comp lane would write over what the RS lane has yet to read.
             self._being_reduced.append(read)

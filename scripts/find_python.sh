@@ -22,7 +22,7 @@ fi
 for name in python3 python3.14 python3.13 python3.12; do
     try "$name"
 done
-for root in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv" /root/.pyenv; do
+for root in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv"; do
     for candidate in "$root"/versions/*/bin/python3; do
         try "$candidate"
     done

@@ -64,7 +64,7 @@ def test_overlapped_megatron_training_is_bitwise_the_standard_path(tmp_path: Pat
     assert result["num_all_gathers"] == 3 * sum(plan.num_gathers.values())
     assert result["num_reduce_scatters"] == 3 * 3 * 4
     assert result["peak_unsharded_bytes"] > 0
-    assert result["losses"] == sorted(result["losses"], reverse=True)
+    assert result["losses"][-1] < result["losses"][0]
     assert len(result["losses"]) == len(result["grad_norms"]) == 3
     assert all(0 <= result["hidden_share"][kind] <= 1 for kind in ("a2a", "ag", "rs"))
     assert result["comm_s"] > 0
@@ -81,12 +81,16 @@ def test_without_overlap_no_exchange_is_hidden(tmp_path: Path) -> None:
 
 
 def test_dense_layers_between_moe_layers_train_bitwise(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
     result = result_of(
         f"train --model reference --num-layers 4 --moe-layer-freq 2 {SMALL} {OVERLAP} "
-        "--train-iters 2 --check-parity",
+        f"--train-iters 2 --check-parity --trace {trace}",
         tmp_path / "out.json",
     )
     assert result["parity"] == "bitwise"
+    words = {span.word for span in read_trace(trace).spans}
+    assert {"0F.dispatch.L0", "3B.combine.L2", "1F.mlp.L1"} <= words
+    assert "0F.dispatch.L1" not in words  # a dense layer
 
 
 def test_bench_finds_overlap_faster_on_a_slow_link(tmp_path: Path) -> None:
@@ -122,10 +126,11 @@ def test_a_port_in_use_is_refused_in_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = run("train --model reference", MASTER_PORT=str(taken.getsockname()[1]))
+        port = taken.getsockname()[1]
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "in use" in line
-    assert str(taken) not in line
+    assert str(port) in line
 
 
 def test_a_missing_megatron_core_is_told_before_ranks_start(

@@ -68,9 +68,6 @@ def test_a_named_python_is_the_only_candidate(tmp_path: Path) -> None:
     assert find(tmp_path, PYTHON=sys.executable).stdout == sys.executable + "\n"
 
 
-@pytest.mark.skipif(
-    os.access("/root/.pyenv", os.X_OK), reason="root's pyenv, which is always looked at, is there"
-)
 def test_no_python_is_said_in_one_line(tmp_path: Path) -> None:
     done = find(tmp_path)
     assert (done.returncode, done.stdout) == (1, "")

@@ -141,7 +141,7 @@ def _bad_ranks(args: RankFlags, num_experts: int, environ: Mapping[str, str]) ->
     if num_experts % ep_size:
         yield (
             f"--num-experts {num_experts} is not divisible by "
-            f"--expert-model-parallel-size {ep_size}"
+            f"--expert-model-parallel-size {ep_size} (default: all ranks)"
         )
 
 
@@ -175,9 +175,12 @@ def _bad_training(args: TrainArguments) -> Iterator[str]:
 
 def _bad_plan(args: TrainArguments) -> Iterator[str]:
     try:
-        plan_of(args)
+        plan = plan_of(args)
     except ValueError as error:
         yield str(error).partition("\n")[0]
+        return
+    if plan.delays_wgrad:
+        yield f"--order {args.order}: it has W nodes, and delayed wgrad is not built yet"
 
 
 def _bad_data(path: Path, min_bytes: int) -> Iterator[str]:

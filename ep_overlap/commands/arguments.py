@@ -127,9 +127,11 @@ class OverlapFlags:
     overlap_moe_expert_parallel_comm: bool = _flag(
         False, "run each exchange under another microbatch's compute"
     )
-    delay_wgrad_compute: bool = _flag(False, "run weight gradients as actions of their own")
+    delay_wgrad_compute: bool = _flag(
+        False, "run weight gradients as actions of their own (plan only; train: not built yet)"
+    )
     gradient_accumulation_fusion: bool = _flag(
-        False, "add weight gradients straight into the reduction's buffer"
+        False, "add weight gradients straight into the reduction's buffer (not built yet)"
     )
     order: str | None = _flag(
         None,
@@ -168,8 +170,12 @@ class TrainArguments(
     train_iters: int = _flag(20, "optimizer steps")
     lr: float = _flag(1e-3, "learning rate")
     optimizer: OptimizerName = _flag(OptimizerName.ADAMW, "optimizer of torch.optim")
-    save: Path | None = _flag(None, "write a checkpoint to DIR after the last step", metavar="DIR")
-    load: Path | None = _flag(None, "go on from the checkpoint in DIR", metavar="DIR")
+    save: Path | None = _flag(
+        None, "write a checkpoint to DIR after the last step (not built yet)", metavar="DIR"
+    )
+    load: Path | None = _flag(
+        None, "go on from the checkpoint in DIR (not built yet)", metavar="DIR"
+    )
     check_parity: bool = _flag(
         False, "run the same step without overlap beside it, and compare bit for bit"
     )
@@ -208,6 +214,7 @@ class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlag
         metavar="KIND:RATE",
     )
     rounds: int = _flag(7, "rounds, each one step of off, plain and paired")
+    seed: int = _flag(3, "seed of weights and data; the default routes tokens evenly")
     lr: float = _flag(1e-3, "learning rate: the variants train on the bytes of a text")
     optimizer: OptimizerName = _flag(OptimizerName.ADAMW, "optimizer of torch.optim")
     host_overhead: bool = _flag(

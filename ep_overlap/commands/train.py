@@ -80,7 +80,7 @@ def _train(args: TrainArguments, world: World) -> None:
             done, trace = _iterate(trainee, stepper, baseline, pairs, world)
             history.add(done)
             if chrome is not None and trace is not None:
-                chrome.add(trace, step=iteration)
+                chrome.add(trace, step=iteration + 1)  # as the progress bar counts
             progress.advance(history.line())
     parity = None if baseline is None else baseline.parity
     result = history.result(trainee.lifecycle.stats, parity)

@@ -1,5 +1,6 @@
 """Measures a step's communication from the logs of link groups."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Final, final
 
@@ -17,7 +18,6 @@ _LANE_OF: Final[Mapping[CollectiveKind, Lane]] = {
     CollectiveKind.RS: Lane.RS,
     CollectiveKind.AR: Lane.RS,
 }
-_COMPUTE_THREADS: Final = frozenset({"MainThread", "stream-comp"})
 
 
 @final
@@ -35,9 +35,12 @@ class LinkMeter:
         offsets: list[int] = [0] * group.size()
         dist.all_gather_object(offsets, clock_offset_ns(group), group=group)
         self._offsets_ns = offsets
+        self._compute_threads: set[str] = set()
 
     def begin(self) -> None:
         """A step begins: clear the logs."""
+        # The caller's thread is the compute lane where no schedule drives.
+        self._compute_threads = {"stream-comp", threading.current_thread().name}
         for link in self._links:
             link.log = []
 
@@ -47,13 +50,12 @@ class LinkMeter:
         by_rank: list[list[CollectiveSpan]] = [[] for _ in range(self._group.size())]
         dist.all_gather_object(by_rank, own, group=self._group)
         mine = align(by_rank, self._offsets_ns)[self._group.rank()]
-        return hidden_share(trace.waits(), [_busy(span) for span in mine])
+        return hidden_share(trace.waits(), [self._busy(span) for span in mine])
 
-
-def _busy(busy: BusySpan) -> Busy:
-    return Busy(
-        lane=_LANE_OF.get(busy.span.kind),
-        on_compute_lane=busy.span.thread_name in _COMPUTE_THREADS,
-        interval=(busy.last_enter_ns, busy.span.exit_ns),
-        skew_ns=busy.skew_ns,
-    )
+    def _busy(self, busy: BusySpan) -> Busy:
+        return Busy(
+            lane=_LANE_OF.get(busy.span.kind),
+            on_compute_lane=busy.span.thread_name in self._compute_threads,
+            interval=(busy.last_enter_ns, busy.span.exit_ns),
+            skew_ns=busy.skew_ns,
+        )

@@ -90,7 +90,7 @@ class Program:
         match action:
             case Compute():
                 node = nodes[action.microbatch, action.node, action.layer]
-                work = node.forward if action.phase is Phase.FORWARD else node.backward
+                work = {Phase.FORWARD: node.forward, Phase.BACKWARD: node.backward}[action.phase]
                 return _launch_on(streams[action.lane], work, word=word, record=record)
             case UnitAction():
                 unit = units[action.unit]
