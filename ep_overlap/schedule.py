@@ -32,7 +32,13 @@ from ep_overlap.run.node import NodeRun, forget_failed_backward
 from ep_overlap.run.runner import Program
 from ep_overlap.run.trace import HiddenShare, Meter, StepTrace
 from ep_overlap.run.wiring import LossFn, MicrobatchSlot, NodeKey, check_parts, wire
-from fsdp_hooks.lifecycle import Driver, RootLifecycle, UnitLifecycle, lifecycle_of
+from fsdp_hooks.lifecycle import (
+    Driver,
+    RootLifecycle,
+    ShardedModule,
+    UnitLifecycle,
+    lifecycle_of,
+)
 from fsdp_hooks.streams import (
     CallerStream,
     Stream,
@@ -291,6 +297,12 @@ def _named_units(
         ValueError: the units are not one for each layer, and the root.
     """
     if lifecycle.root_unit is None:
+        sharded = next((m for m in model.module.modules() if isinstance(m, ShardedModule)), None)
+        if sharded is not None:
+            raise ValueError(
+                f"{type(sharded).__name__} is sharded and the whole model is not; call fully_shard "
+                "on the model too, last"
+            )
         return {}
     units: dict[str, UnitLifecycle] = {ROOT_UNIT: lifecycle.root_unit}
     for index, layer in enumerate(model.layers):

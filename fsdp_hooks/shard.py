@@ -259,6 +259,12 @@ def _build_root(module: _Sharded) -> None:
                 "outermost module, and use that module first"
             )
     recipe = module.fsdp_membership.recipe
+    for member in members:
+        if (own := member.fsdp_membership.recipe.strategy) != recipe.strategy:
+            raise ValueError(
+                f"{_title(member)} is sharded with strategy {own!r}, {_title(module)} around it "
+                f"with {recipe.strategy!r}; use one strategy for all units"
+            )
     groups = [group for member in members for group in member.fsdp_membership.recipe.groups]
     if not groups:
         raise ValueError(f"{_title(module)} has no parameters to shard")

@@ -13,11 +13,14 @@ from schedule_support import Case
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 
 from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import lone_expert_groups
 from ep_overlap.models.reference import MoETransformer
 from ep_overlap.plan.action import Compute, LayerKind, Node, Phase
+from ep_overlap.plan.build import build_plan
+from ep_overlap.plan.order import ModelShape
 from ep_overlap.run.layer import Collective
 from ep_overlap.run.wiring import check_parts
 from ep_overlap.schedule import OverlapSchedule
@@ -407,3 +410,81 @@ def test_one_group_on_two_lanes_is_refused_naming_both_nodes() -> None:
     parts = SimpleNamespace(layers=[_OneGroupForAll(group)])
     with pytest.raises(ValueError, match=r"0F\.attn\.L0 \(lane comp\) and 0F\.dispatch\.L0"):
         check_parts(parts)  # type: ignore[arg-type]
+
+
+# ---- sharding that does not fit ------------------------------------------------------------------
+
+
+def _refusals(strategies: tuple[str | None, str | None]) -> str:
+    """What is said of a model whose layers and root are sharded so."""
+    parts = support.build(Case(layers=2))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    of_layers, of_root = strategies
+    if of_layers is not None:
+        for block in parts.blocks:
+            fully_shard(block, mesh=mesh, strategy=of_layers)
+    if of_root is not None:
+        fully_shard(parts, mesh=mesh, strategy=of_root)
+    try:
+        OverlapSchedule(parts, OverlapConfig(num_microbatches=2))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_units_of_two_strategies_are_refused(ranks2: RankPool) -> None:
+    for said in ranks2.run(_refusals, ("no_shard", "optim_grads_params")):
+        assert "'no_shard'" in said
+        assert "'optim_grads_params'" in said
+        assert said.endswith("use one strategy for all units")
+
+
+def test_sharded_layers_in_an_unsharded_model_are_refused(ranks2: RankPool) -> None:
+    for said in ranks2.run(_refusals, ("no_shard", None)):
+        assert said.endswith("call fully_shard on the model too, last")
+
+
+def test_an_unsharded_layer_in_a_sharded_model_is_refused(ranks2: RankPool) -> None:
+    for said in ranks2.run(_refusals, (None, "no_shard")):
+        assert "layer 0 (MoELayer) is not a unit of its own" in said
+
+
+def test_an_order_with_delayed_weight_gradients_is_refused() -> None:
+    parts = support.build(Case(layers=1))
+    plan = build_plan(
+        shape=ModelShape(layers=(LayerKind.MOE,)), num_microbatches=2, delay_wgrad=True
+    )
+    config = OverlapConfig(num_microbatches=2, order_text=plan.order_text())
+    with pytest.raises(ValueError, match="W nodes"):
+        OverlapSchedule(parts, config)
+
+
+def test_a_loss_that_is_no_tensor_is_named() -> None:
+    case = Case(layers=1)
+    parts = support.build(case)
+    schedule = OverlapSchedule(parts, case.config)
+    with pytest.raises(ValueError, match="loss_fn returned float, expected a scalar tensor"):
+        schedule.step(support.batches(parts, case, 0), lambda output, batch: 1.0)
+
+
+def test_an_error_handled_by_the_caller_keeps_its_frames() -> None:
+    """What a failed step clears are the frames of its own error."""
+    case = Case(layers=1)
+    parts = support.build(case)
+    schedule = OverlapSchedule(parts, case.config)
+
+    def fail() -> None:
+        kept = "local"
+        raise KeyError(kept)
+
+    handled: list[KeyError] = []
+    try:
+        fail()
+    except KeyError as outer:
+        with pytest.raises(ValueError, match="loss_fn returned"):
+            schedule.step(support.batches(parts, case, 0), lambda output, batch: 1.0)
+        handled.append(outer)
+    frames = handled[0].__traceback__
+    assert frames is not None
+    assert frames.tb_next is not None
+    assert frames.tb_next.tb_frame.f_locals == {"kept": "local"}

@@ -59,10 +59,14 @@ class MicrobatchSlot:
         """The loss, divided by the number of microbatches; undivided it is kept for the caller.
 
         Raises:
-            ValueError: it is no scalar.
+            ValueError: it is no scalar tensor.
         """
         assert self._loss_fn is not None, "begin() comes first"
-        loss = self._loss_fn(output, self._batch)
+        loss: object = self._loss_fn(output, self._batch)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"loss_fn returned {type(loss).__name__}, expected a scalar tensor; return the loss"
+            )
         if loss.numel() != 1:
             raise ValueError(
                 f"loss_fn returned a tensor of shape {tuple(loss.shape)}, expected a scalar; take "
