@@ -310,19 +310,25 @@ class InlineStream:
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Event:
         """Issue work behind what was issued before and behind ``after``."""
-        observer = self._observer
-        if observer is not None:
-            observer.on_issue(self.lane, word)
         for event in after:
-            event.wait()
+            if event is not _UNRECORDED:  # work of an inline stream is done
+                event.wait()
+        observer = self._observer
+        if observer is None:
+            try:
+                work()
+            except BaseException as error:
+                _blame(error, word)
+                raise
+            return _UNRECORDED
+        observer.on_issue(self.lane, word)
         start_ns = perf_counter_ns()
         try:
             work()
         except BaseException as error:
             _blame(error, word)
             raise
-        if observer is not None:
-            observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
+        observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
         return _UNRECORDED
 
     def synchronize(self) -> BaseException | None:

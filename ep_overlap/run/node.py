@@ -15,7 +15,7 @@ is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ou
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ class LossEnd:
 
 
 Outlet = HandOff | LossEnd
+
+_RUN_ENGINE: Final = Variable._execution_engine.run_backward  # pyright: ignore[reportPrivateUsage]
 
 
 @final
@@ -233,7 +235,7 @@ def _run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     They cost as much as the engine's own work on a small node, and compare each gradient with the
     tensor whose leaf it was left on. ``ScheduleNode`` calls the engine in the same way.
     """
-    Variable._execution_engine.run_backward(  # pyright: ignore[reportPrivateUsage]
+    _RUN_ENGINE(
         tuple(roots),
         tuple(grads),
         False,  # keep_graph

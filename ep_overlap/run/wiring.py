@@ -62,7 +62,7 @@ class MicrobatchSlot:
             ValueError: it is no scalar tensor.
         """
         assert self._loss_fn is not None, "begin() comes first"
-        loss: object = self._loss_fn(output, self._batch)
+        loss = cast(object, self._loss_fn(output, self._batch))
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"loss_fn returned {type(loss).__name__}, expected a scalar tensor; return the loss"
