@@ -191,7 +191,7 @@ class ShardedModule(nn.Module):
     @property
     def lifecycle(self) -> RootLifecycle:
         """The root that this module belongs to, built at first use with this module as root."""
-        raise NotImplementedError  # abstract: fully_shard.py's class has it
+        raise NotImplementedError  # abstract: shard.py's class has it
 
 
 def lifecycle_of(module: nn.Module) -> RootLifecycle:
