@@ -87,7 +87,7 @@ def walk(actions: Sequence[Action]) -> list[Waiting]:
             _learn(clock, clocks[dependency])
         steps.append(Waiting(waits=tuple(sorted(mine)), knows=dict(clock)))
         clock[action.lane] = index
-        # A Sync is over when the split sizes have come, which may be before attn is: it vouches
+        # A Sync may be over when the split sizes have come, which may be before attn is: it vouches
         # for nothing but itself, and dispatch waits for attn on its own account.
         clocks.append({action.lane: index} if isinstance(action, Sync) else dict(clock))
     return steps
