@@ -33,6 +33,11 @@ class Runtime:
     """None: CUDA streams on CUDA, worker threads on CPU."""
     new_group: NewGroup = new_torch_group
     """Makes the process groups of the AG and RS lanes."""
+    prefetch_depth: int = 1
+    """Units gathered ahead of the one in use, on the standard path."""
+    max_unsharded_bytes: int | None = None
+    """On the standard path nothing is gathered ahead that would bring the unsharded storage of all
+    units above this. None: the depth alone bounds it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,6 +215,19 @@ class ParamGroup:
         self._step_grad = reduced if held is None else held.add_(reduced)
         return grads
 
+    def rows(self, index: int) -> tuple[int, int]:
+        """Rows ``[first, last)`` of parameter ``index`` that this rank's main weights hold."""
+        extent = self._extents[index]
+        if self.placements.main is Placement.REPLICATE:
+            return 0, extent.shape[0]
+        return extent.rows_within(*self.layout.shard_range(self._rank))
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this rank's main weights are those that count where several ranks hold the same:
+        it writes them to a checkpoint, and adds them to a norm."""
+        return self.placements.main is Placement.SHARD or self._rank == 0
+
     def holds_contributions(self, *, is_last: bool) -> bool:
         """Whether gradients wait for ``seal``, or an end of the step for what was accumulated."""
         return bool(self._pending) or (is_last and self._accumulated is not None)

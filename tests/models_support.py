@@ -62,14 +62,17 @@ def parts_of(
             continue
         tokens, carry = layer.attn(state, finish())
         shared = [] if carry.shared is None else [carry.shared]
-        sent, probs, residual, *shared = tape.cut(*tokens, carry.residual, *shared)
+        probs = [] if tokens.probs is None else [tokens.probs]
+        residual, sent, *others = tape.cut(carry.residual, tokens.tokens, *probs, *shared)
+        probs, shared = others[: len(probs)], others[len(probs) :]
         if tape.loses_residual:
             residual = residual.detach()
-            tape.cuts[-1][0].pop(2), tape.cuts[-1][1].pop(2)
+            tape.cuts[-1][0].pop(0), tape.cuts[-1][1].pop(0)
         yield
-        received = tape.cut(*layer.dispatch(state, Tokens(sent, probs)))
+        received = layer.dispatch(state, Tokens(sent, probs[0] if probs else None))
+        tokens, *probs = tape.cut(*(tensor for tensor in received if tensor is not None))
         yield
-        (output,) = tape.cut(layer.mlp(state, Tokens(*received)))
+        (output,) = tape.cut(layer.mlp(state, Tokens(tokens, probs[0] if probs else None)))
         yield
         (combined,) = tape.cut(layer.combine(state, output))
         carry = Carry(residual, shared[0] if shared else None)

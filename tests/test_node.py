@@ -26,6 +26,7 @@ class Toy(nn.Module):
         return Tokens(hidden.sin(), hidden.softmax(-1)), Carry(hidden * 3, None)
 
     def mlp(self, tokens: Tokens) -> Hidden:
+        assert tokens.probs is not None
         return Hidden((tokens.tokens @ self.weights[1]).tanh() * tokens.probs)
 
     def loss(self, hidden: Hidden, carry: Carry) -> Hidden:
@@ -107,6 +108,7 @@ def test_a_value_is_handed_over_without_a_copy_as_a_leaf() -> None:
     assert received.tokens.is_leaf
     assert received.tokens.requires_grad
     assert received.tokens.data_ptr() == made.data_ptr()
+    assert received.probs is not None
     assert not received.probs.requires_grad
 
 

@@ -157,6 +157,9 @@ HANDOVERS = {
 }
 """Every kind of hand-over: layer 0 has experts, layer 1 is dense."""
 
+MEGATRON_ONLY = ("probs", "shared")
+"""The reference model weighs tokens before it sends them, and has no shared experts."""
+
 
 def lose(monkeypatch: pytest.MonkeyPatch, lost: str | None, field: int = 0) -> set[str]:
     """Drop the gradient of one field of microbatch 1's hand-over. Fills in the names of all."""
@@ -186,7 +189,7 @@ def lossy(case: Case) -> list[str]:
         (handover, field)
         for handover, fields in HANDOVERS.items()
         for field in range(len(fields))
-        if fields[field] != "shared"
+        if fields[field] not in MEGATRON_ONLY
     ],
 )
 def test_a_gradient_lost_between_two_nodes_is_seen(
@@ -206,20 +209,30 @@ def test_the_list_of_hand_overs_is_complete_and_losing_none_is_bitwise_right(
     assert seen == HANDOVERS.keys()
 
 
-def without_shared_gradient() -> tuple[list[str], list[str]]:
+def without_gradient_of(handover: str, field: str) -> tuple[list[str], list[str]]:
     from ep_overlap.models.megatron_cpu import megatron_on_cpu
 
     case = Case(megatron=True, shared=True, layers=1, kind=StreamKind.INLINE)
     with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
         intact = lossy(case)
-        lose(patch, "carry.L0", HANDOVERS["carry.L0"].index("shared"))
+        lose(patch, handover, HANDOVERS[handover].index(field))
         return intact, lossy(case)
 
 
-def test_a_lost_gradient_of_the_shared_experts_is_seen(ranks2: RankPool) -> None:
-    for intact, broken in ranks2.run(without_shared_gradient):
+@pytest.mark.parametrize(
+    ("handover", "field", "parameter"),
+    [
+        ("carry.L0", "shared", "shared_experts"),
+        ("attn.L0", "probs", "router"),
+        ("dispatch.L0", "probs", "router"),
+    ],
+)
+def test_a_gradient_lost_between_nodes_of_megatrons_model_is_seen(
+    ranks2: RankPool, handover: str, field: str, parameter: str
+) -> None:
+    for intact, broken in ranks2.run(without_gradient_of, handover, field):
         assert intact == []
-        assert any("shared_experts" in name for name in broken)
+        assert any(parameter in name for name in broken)
 
 
 # ---- timing and routing --------------------------------------------------------------------------

@@ -214,18 +214,21 @@ class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlag
         metavar="KIND:RATE",
     )
     rounds: int = _flag(7, "rounds, each one step of off, plain and paired")
-    seed: int = _flag(3, "seed of weights and data; the default routes tokens evenly")
+    moe_router_force_load_balancing: bool = _flag(
+        True, "spread tokens evenly over the experts; --no-...: as the router learns, skew and all"
+    )
     lr: float = _flag(1e-3, "learning rate: the variants train on the bytes of a text")
     optimizer: OptimizerName = _flag(OptimizerName.ADAMW, "optimizer of torch.optim")
     host_overhead: bool = _flag(
         False, "measure what the schedule itself costs the host instead; needs no ranks"
     )
     # Sizes for which communication at the default rate is about 60% of compute on one core a rank.
-    num_layers: int = _flag(4, "transformer layers")
+    num_layers: int = _flag(2, "transformer layers")
     hidden_size: int = _flag(256, "width of the residual stream")
     num_attention_heads: int = _flag(8, "attention heads")
-    moe_ffn_hidden_size: int = _flag(640, "hidden width of an expert, and of a dense layer's MLP")
-    seq_length: int = _flag(160, "tokens of a sequence")
+    moe_ffn_hidden_size: int = _flag(704, "hidden width of an expert, and of a dense layer's MLP")
+    seq_length: int = _flag(128, "tokens of a sequence")
+    micro_batch_size: int = _flag(4, "sequences of a microbatch, per rank")
     num_microbatches: int = _flag(8, "microbatches of a step, per rank")
 
 
@@ -315,7 +318,10 @@ def _add_flag(section: Any, item: Field[Any]) -> None:
         return
     names = [name for name in (text.short, "--" + item.name.replace("_", "-")) if name]
     if isinstance(item.default, bool):
-        section.add_argument(*names, dest=item.name, action="store_true", help=text.help)
+        action = argparse.BooleanOptionalAction if item.default else "store_true"
+        section.add_argument(
+            *names, dest=item.name, action=action, default=item.default, help=text.help
+        )
         return
     kind: object = item.type
     section.add_argument(

@@ -45,6 +45,8 @@ class Recipe:
     strategy: str
     optimizer: OptimizerName
     lr: float
+    force_load_balancing: bool = False
+    """Spread tokens evenly over the experts, whatever the router says: for measuring."""
 
 
 class PartsForTraining(ModelParts[Any, Any], Protocol):
@@ -167,6 +169,7 @@ def _build_parts(
             seq_length=recipe.seq_length,
             vocab_size=VOCAB_SIZE,
             moe_layer_freq=sizes.moe_layer_freq,
+            force_load_balancing=recipe.force_load_balancing,
             dtype=torch.float32,
         )
         model = MoETransformer(config, groups, seed=recipe.seed, device=world.device)
@@ -186,6 +189,7 @@ def _build_parts(
                 seq_length=recipe.seq_length,
                 vocab_size=VOCAB_SIZE,
                 moe_layer_freq=sizes.moe_layer_freq,
+                force_load_balancing=recipe.force_load_balancing,
             ),
             groups,
             seed=recipe.seed,

@@ -144,10 +144,12 @@ class GPTMoELayer:
 
     def dispatch(self, state: GPTState, tokens: Tokens) -> Tokens:
         """Send tokens, and their weights, to the ranks of their experts."""
+        assert tokens.probs is not None, "attn made them"
         return Tokens(*self._moe(state).dispatch(tokens.tokens, tokens.probs))
 
     def mlp(self, state: GPTState, tokens: Tokens) -> Tensor:
         """Sort by expert, run the experts, unsort."""
+        assert tokens.probs is not None, "dispatch brought them"
         output, _ = self._moe(state).routed_experts_compute(tokens.tokens, tokens.probs)
         return output
 

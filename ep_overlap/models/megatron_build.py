@@ -50,6 +50,9 @@ class MegatronSizes:
     """Layer i is an MoE layer where i is a multiple of this, else a dense one."""
     shared_expert_ffn_hidden_size: int | None = None
     """The inner size of the expert that every token visits; None: there is none."""
+    force_load_balancing: bool = False
+    """Route by random scores, for measuring: megatron-core's ``moe_router_force_load_balancing``.
+    It draws from a generator of its process, so that two runs of one step differ."""
     swiglu: bool = True
     dtype: torch.dtype = torch.float32
 
@@ -70,6 +73,7 @@ def transformer_config(sizes: MegatronSizes, expert_parallel_size: int) -> Trans
         moe_shared_expert_intermediate_size=sizes.shared_expert_ffn_hidden_size,
         moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="none",
+        moe_router_force_load_balancing=sizes.force_load_balancing,
         expert_model_parallel_size=expert_parallel_size,
         normalization="RMSNorm",
         gated_linear_unit=sizes.swiglu,

@@ -47,6 +47,9 @@ class ReferenceConfig:
     vocab_size: int = 256
     moe_layer_freq: int = 1
     """Layer i is an MoE layer where i is a multiple of this, else a dense one (Megatron's rule)."""
+    force_load_balancing: bool = False
+    """Send tokens to the experts in turn, whatever the router says, for measuring: what Megatron's
+    ``moe_router_force_load_balancing`` does by random scores."""
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -178,6 +181,7 @@ class MoELayer(nn.Module):
         self.groups = groups
         self.topk = config.topk
         self.num_experts = config.num_experts
+        self.force_load_balancing = config.force_load_balancing
         num_local_experts = config.num_experts // groups.size
         first = groups.rank * num_local_experts
         self.attention_norm = _norm(config)
@@ -201,13 +205,22 @@ class MoELayer(nn.Module):
         """Attention, choice of experts, and each token copied once for each of its experts."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         normed = self.mlp_norm(hidden).flatten(0, 1)  # [N, H]
-        logits, choices = self.router(normed).topk(self.topk)  # [N, K]
+        logits, choices = self._choose(self.router(normed))
         routing = self._route(choices)
         state.routing[self.index] = routing
         copies = normed.unsqueeze(1).expand(-1, self.topk, -1).flatten(0, 1)  # [N * K, H]
-        tokens = reorder(copies, routing.to_experts)
-        probs = reorder(logits.softmax(-1).flatten(), routing.to_experts)
-        return Tokens(tokens, probs), Carry(hidden, None)
+        # Weighted before the experts, as torchtitan's ``score_before_experts``: one exchange does.
+        weighted = copies * logits.softmax(-1).flatten().unsqueeze(-1)
+        return Tokens(reorder(weighted, routing.to_experts), None), Carry(hidden, None)
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts, and their scores: ``[N, K]`` each. ``scores``: ``[N, E]``."""
+        if not self.force_load_balancing:
+            logits, choices = scores.topk(self.topk)
+            return logits, choices
+        pairs = torch.arange(scores.shape[0] * self.topk, device=scores.device)
+        choices = (pairs % self.num_experts).view(-1, self.topk)
+        return scores.gather(1, choices), choices
 
     def _route(self, choices: Tensor) -> Routing:
         """Tell the other ranks how many tokens each expert gets. ``choices``: ``[N, K]``."""
@@ -227,15 +240,12 @@ class MoELayer(nn.Module):
         )
 
     def dispatch(self, state: MicrobatchState, tokens: Tokens) -> Tokens:
-        """Send tokens, and their weights, to the ranks of their experts."""
+        """Send tokens to the ranks of their experts."""
         routing, group = self._routing_of(state), self.groups.exchange
-        return Tokens(
-            all_to_all(tokens.tokens, routing.sent, routing.received, group),
-            all_to_all(tokens.probs, routing.sent, routing.received, group),
-        )
+        return Tokens(all_to_all(tokens.tokens, routing.sent, routing.received, group), None)
 
     def mlp(self, state: MicrobatchState, tokens: Tokens) -> Tensor:
-        """Run each expert on its tokens, and weight what it returns."""
+        """Run each expert on its tokens."""
         routing = self._routing_of(state)
         sorted_tokens = reorder(tokens.tokens, routing.by_expert).split(routing.per_expert)
         outputs = torch.cat(
@@ -244,8 +254,7 @@ class MoELayer(nn.Module):
                 for expert, some_tokens in zip(self.experts.values(), sorted_tokens, strict=True)
             ]
         )
-        unsorted = reorder(outputs, routing.by_expert, inverse=True)
-        return unsorted * tokens.probs.unsqueeze(-1)
+        return reorder(outputs, routing.by_expert, inverse=True)
 
     def combine(self, state: MicrobatchState, tokens: Tensor) -> Tensor:
         """Send the results back where their tokens came from."""
@@ -278,13 +287,11 @@ class MoELayer(nn.Module):
         return self
 
     def collectives(self, node: Node) -> Sequence[Collective]:
-        """One gather of counts; tokens and weights out; results back."""
+        """One gather of counts; tokens out; results back."""
         match node:
             case Node.ATTN:
                 return issued(self.groups.counts, GATHER_COUNTS)
-            case Node.DISPATCH:
-                return issued(self.groups.exchange, EXCHANGE, 2)
-            case Node.COMBINE:
+            case Node.DISPATCH | Node.COMBINE:
                 return issued(self.groups.exchange, EXCHANGE)
             case _:
                 return ()

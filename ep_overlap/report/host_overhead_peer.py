@@ -138,12 +138,12 @@ class _LayerPlan(TransformerLayerSchedulePlan):
 
 def _attn(node: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     node.layer_state.residual = node.detach(hidden)
-    return hidden * 0.5, hidden * 0.25
+    return -hidden, -hidden
 
 
 def _dispatch(node: Any, tokens: Tensor, probs: Tensor) -> Tensor:
-    node.layer_state.dispatched_probs = node.detach(probs * 0.5)
-    return tokens * 0.5
+    node.layer_state.dispatched_probs = node.detach(-probs)
+    return -tokens
 
 
 def _mlp(node: Any, tokens: Tensor) -> Tensor:
@@ -151,4 +151,4 @@ def _mlp(node: Any, tokens: Tensor) -> Tensor:
 
 
 def _combine(node: Any, tokens: Tensor) -> Tensor:
-    return tokens * 0.5 + node.layer_state.residual
+    return -tokens + node.layer_state.residual

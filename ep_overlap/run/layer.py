@@ -27,8 +27,8 @@ class Tokens(NamedTuple):
 
     tokens: Tensor
     """``[T, H]``"""
-    probs: Tensor
-    """``[T]``: the router's weight of each token."""
+    probs: Tensor | None
+    """``[T]``: the router's weight of each token, where the experts' side applies it."""
 
 
 class Carry(NamedTuple):

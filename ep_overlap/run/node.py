@@ -59,11 +59,8 @@ class HandOff:
         self._sent = bundle
 
     def receive(self) -> Bundle:
-        """The value, cut off from the graph that made it."""
+        """The value, cut off from the graph that made it, as new leaves."""
         sent = self._sent
-        if not torch.is_grad_enabled():
-            self._sent = ()  # no backward will come for it
-            return sent
         leaves: list[Tensor | None] = []
         for tensor in sent:
             if tensor is not None:
@@ -74,6 +71,12 @@ class HandOff:
         # ``_make`` of a named tuple, without the call: this runs for every hand-off.
         self._received = received = tuple.__new__(type(sent), leaves)
         return received
+
+    def take(self) -> Bundle:
+        """The value itself, which is then let go: no backward will come for it."""
+        sent = self._sent
+        self._sent = ()
+        return sent
 
     def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
         """Add what was sent, with the gradients that came back, and let go of both."""
@@ -180,14 +183,17 @@ class NodeRun:
             raise self._out_of_order("forward", NodeState.IDLE)
         for hook in self.pre_forward_hooks:
             hook()
-        received = [inlet.receive() for inlet in self._inlets]
-        sent = self._function(*received)
+        # Grad mode is asked for once, not in each hand-off: this is the host's time for every node.
+        if torch.is_grad_enabled():
+            sent = self._function(*[inlet.receive() for inlet in self._inlets])
+            self._state = NodeState.FORWARD_DONE
+        else:
+            received = [inlet.take() for inlet in self._inlets]
+            sent = self._function(*received)
+            if self.keeps_used:
+                self._used = received
         for outlet, bundle in zip(self._outlets, sent, strict=True):
             outlet.send(bundle)
-        if torch.is_grad_enabled():
-            self._state = NodeState.FORWARD_DONE
-        elif self.keeps_used:
-            self._used = received
 
     def backward(self) -> None:
         """Run autograd over this node's piece of graph, and let the piece go.
@@ -241,8 +247,8 @@ def _run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         False,  # keep_graph
         False,  # create_graph
         (),  # inputs: all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
+        True,  # allow_unreachable
+        True,  # accumulate_grad
     )
 
 
