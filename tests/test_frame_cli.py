@@ -184,9 +184,10 @@ def test_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[st
     _, args = parse([command, "a.json"] if command == "timeline" else [command])
     for name in vars(args):
         flag = "TRACE" if name == "trace_file" else "--" + name.replace("_", "-")
-        (line,) = [line for line in text.splitlines() if line.strip().split(" ")[0] == flag] or [""]
+        lines = [line.strip().split(" ") for line in text.splitlines()]
+        (line,) = [words for words in lines if words[0].rstrip(",") == flag] or [""]
         if name == "output":
-            line = next(line for line in text.splitlines() if "--output" in line)
+            line = next(words for words in lines if "--output" in words)
         assert line, f"{flag} is missing"
         value = vars(args)[name]
         if value is not None and not isinstance(value, bool | Path):

@@ -1,5 +1,6 @@
 """The reference model: its parts against its own forward, and EP 2 against one process."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,19 @@ def test_a_rank_that_gets_no_token_works(two_ranks):
 
 
 def test_nodes_issue_what_they_declare(two_ranks):
-    # Two MoE layers: a gather of counts, two exchanges out, one back.
-    assert [found["undeclared"] for found in two_ranks] == [([], 8), ([], 8)]
+    # Two MoE layers: a gather of counts, an exchange out, one back.
+    assert [found["undeclared"] for found in two_ranks] == [([], 6), ([], 6)]
 
 
 def test_a_backward_issues_the_exchanges_only(two_ranks):
-    assert [found["backward"] for found in two_ranks] == [["all_to_all_single"] * 6] * 2
+    assert [found["backward"] for found in two_ranks] == [["all_to_all_single"] * 4] * 2
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_forced_balance_gives_every_expert_as_many_tokens(forced):
+    sizes = replace(config(), force_load_balancing=forced)
+    model = MoETransformer(sizes, lone_expert_groups())
+    state = model.begin(batch(10))
+    model.blocks[0].attn(state, model.pre(state))
+    per_expert = state.routing[0].per_expert
+    assert (len(set(per_expert)) == 1) is forced
