@@ -225,6 +225,7 @@ class OverlapSchedule:
             sharding = Sharding(
                 strategy=Strategy(self._lifecycle.strategy),
                 max_unsharded_units=config.max_unsharded_units,
+                reduce_each_microbatch=self._lifecycle.reduces_each_microbatch,
             )
         if config.order_text is not None and not evaluate:
             plan = plan_from_words(

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from fsdp_hooks.accumulation import microbatch
+    from fsdp_hooks.grad_norm import clip_grad_norm_
+    from fsdp_hooks.grad_scaler import GradScaler
     from fsdp_hooks.optimizer import shard_optimizer
     from fsdp_hooks.shard import fully_shard
 
 __all__ = [
+    "GradScaler",
+    "clip_grad_norm_",
     "fully_shard",
     "microbatch",
     "shard_optimizer",
@@ -20,6 +24,8 @@ __all__ = [
 
 _HOME: Final = MappingProxyType(
     {
+        "GradScaler": "fsdp_hooks.grad_scaler",
+        "clip_grad_norm_": "fsdp_hooks.grad_norm",
         "fully_shard": "fsdp_hooks.shard",
         "microbatch": "fsdp_hooks.accumulation",
         "shard_optimizer": "fsdp_hooks.optimizer",

@@ -21,11 +21,21 @@ class FlatBuffer:
         layout: where the parameters lie.
         dtype: of all of them.
         device: where the storage is.
+        memory: ``[layout.numel]``, to be the storage; None: a new one.
     """
 
-    def __init__(self, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
         self.layout = layout
-        self._flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        if memory is None:
+            memory = torch.empty(layout.numel, dtype=dtype, device=device)
+        self._flat = memory
 
     @property
     def nbytes(self) -> int:
@@ -67,20 +77,19 @@ class FlatBuffer:
         """
         return self._flat.data[extent.start : extent.stop].view(extent.shape)
 
-    def rows_view(self, extent: ParamExtent, rank: int) -> Tensor:
-        """The rows of the parameter that ``rank`` owns; possibly none."""
-        return rows_of(self._flat, self.layout, extent, rank, offset=0)
 
+def rows_of(part: Tensor, extent: ParamExtent, *, start: int) -> Tensor:
+    """The rows of a parameter that lie in a part of the flat storage, as a view of that part.
 
-def rows_of(flat: Tensor, layout: Layout, extent: ParamExtent, rank: int, *, offset: int) -> Tensor:
-    """Rank's rows of a parameter, as a view of ``flat``, which starts at ``offset`` of the layout.
+    Args:
+        part: ``[n]``, elements ``[start, start + n)`` of the layout.
+        extent: the parameter's.
+        start: where the part starts; it cuts no row.
 
     Returns:
-        ``[rows, *shape[1:]]``; for a scalar parameter ``[1]`` or ``[0]``.
+        ``[rows, *shape[1:]]``, possibly without rows; for a scalar parameter ``[1]`` or ``[0]``.
     """
-    first, last = extent.rows_within(*layout.shard_range(rank))
-    start = extent.start + first * extent.row_numel - offset
-    numel = (last - first) * extent.row_numel
-    if not extent.shape:
-        return flat.data[start : start + numel]
-    return flat.data[start : start + numel].view(last - first, *extent.shape[1:])
+    first, last = extent.rows_within(start, start + part.numel())
+    offset = extent.start + first * extent.row_numel - start
+    rows = part.data[offset : offset + (last - first) * extent.row_numel]
+    return rows.view(last - first, *extent.shape[1:]) if extent.shape else rows

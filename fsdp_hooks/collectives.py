@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_hooks.counters import Counters
+
 NewGroup = Callable[[Sequence[int], str], ProcessGroup]
 """``(global ranks, name) -> group``. Called by the members only."""
 
@@ -46,8 +48,9 @@ class Communicator(Protocol):
 class GroupCommunicator:
     """A communicator over a torch process group (gloo, NCCL, or a ``LinkGroup``)."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, counters: Counters) -> None:
         self._group = group
+        self._counters = counters
 
     @property
     def num_ranks(self) -> int:
@@ -62,14 +65,17 @@ class GroupCommunicator:
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
         """See ``Communicator``."""
         dist.all_gather_into_tensor(output, shard, group=self._group)
+        self._counters.add(all_gathers=1)
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
         """See ``Communicator``."""
         dist.reduce_scatter_tensor(output, whole, group=self._group)
+        self._counters.add(reduce_scatters=1)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See ``Communicator``."""
         dist.all_reduce(tensor, group=self._group)
+        self._counters.add(all_reduces=1)
 
 
 def new_torch_group(ranks: Sequence[int], name: str, *, backend: str | None = None) -> ProcessGroup:

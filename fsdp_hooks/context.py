@@ -13,15 +13,14 @@ that one queue.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import final
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_hooks.collectives import Communicator, GroupCommunicator, NewGroup, new_torch_group
-from fsdp_hooks.lifecycle import Driver, ShardingStats
+from fsdp_hooks.counters import Counters
+from fsdp_hooks.lifecycle import Driver
+from fsdp_hooks.mesh import GroupMesh
 from fsdp_hooks.streams import CallerStream, StreamKind, default_kind, new_stream
 
 
@@ -42,7 +41,7 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class Communicators:
-    """One mesh's communicators, one for each lane that talks over it."""
+    """The communicators of some ranks, one for each lane that talks over them."""
 
     gather: Communicator
     reduce: Communicator
@@ -51,54 +50,24 @@ class Communicators:
 
 
 @final
-class Counters:
-    """Mutable counters; the AG, RS and comp lanes write them, each under the lock."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._stats = ShardingStats()
-
-    def add(
-        self,
-        *,
-        all_gathers: int = 0,
-        reduce_scatters: int = 0,
-        all_reduces: int = 0,
-        hook_misses: int = 0,
-        unsharded_bytes: int = 0,
-    ) -> None:
-        """Count what happened."""
-        with self._lock:
-            stats = self._stats
-            live = stats.unsharded_bytes + unsharded_bytes
-            self._stats = ShardingStats(
-                num_all_gathers=stats.num_all_gathers + all_gathers,
-                num_reduce_scatters=stats.num_reduce_scatters + reduce_scatters,
-                num_all_reduces=stats.num_all_reduces + all_reduces,
-                hook_misses=stats.hook_misses + hook_misses,
-                unsharded_bytes=live,
-                peak_unsharded_bytes=max(stats.peak_unsharded_bytes, live),
-            )
-
-    def read(self) -> ShardingStats:
-        """The counts so far."""
-        return self._stats
-
-
-@final
 class ShardContext:
     """See the module's docstring.
 
     Args:
         meshes: the meshes of all units' groups, in an order that is the same on every rank.
+        device: of the parameters.
+        grad_divisor: of the sum of gradients over all ranks.
+        reduces_each_microbatch: whether each microbatch's gradients are reduced on their own.
+        runtime: where streams and process groups come from.
     """
 
     def __init__(
         self,
         *,
-        meshes: Sequence[DeviceMesh],
+        meshes: Sequence[GroupMesh],
         device: torch.device,
         grad_divisor: int,
+        reduces_each_microbatch: bool,
         runtime: Runtime,
     ) -> None:
         kind = runtime.stream_kind or default_kind(device)
@@ -109,35 +78,34 @@ class ShardContext:
         self.rs = new_stream(kind, "rs", device=device)
         self.caller = CallerStream(device)
         self.grad_divisor = grad_divisor
+        self.reduces_each_microbatch = reduces_each_microbatch
         self.driver = Driver.REST
         self.microbatch = 0
         """In stream time: whose contributions the compute lane is making."""
         self.is_last_microbatch = True
         """On the standard path: whether the next backward ends the accumulation."""
+        self.prefetch_depth = runtime.prefetch_depth
+        self.max_unsharded_bytes = runtime.max_unsharded_bytes
         self.counters = Counters()
-        self._communicators = _make_communicators(meshes, runtime.new_group)
+        self._communicators = _make_communicators(meshes, runtime.new_group, self.counters)
 
-    def communicators(self, mesh: DeviceMesh) -> Communicators:
-        """Those of a mesh's ranks."""
-        return self._communicators[ranks_of(mesh)]
-
-
-def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Global ranks of a one-dimensional mesh, in mesh order."""
-    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+    def communicators(self, mesh: GroupMesh) -> tuple[Communicators | None, Communicators | None]:
+        """Over the inner and over the outer ranks; None for a rank alone: it has nobody to talk to."""
+        made = self._communicators
+        return made.get(mesh.inner.members), made.get(mesh.outer.members)
 
 
 def _make_communicators(
-    meshes: Sequence[DeviceMesh], new_group: NewGroup
+    meshes: Sequence[GroupMesh], new_group: NewGroup, counters: Counters
 ) -> Mapping[tuple[int, ...], Communicators]:
     made: dict[tuple[int, ...], Communicators] = {}
-    for mesh in meshes:
-        ranks = ranks_of(mesh)
-        if ranks in made:
+    for ranks in (ranks for mesh in meshes for ranks in (mesh.inner, mesh.outer)):
+        if ranks.size == 1 or ranks.members in made:
             continue
-        made[ranks] = Communicators(
+        suffix = "-".join(map(str, ranks.members))
+        made[ranks.members] = Communicators(
             **{
-                lane: GroupCommunicator(new_group(ranks, f"{lane}-{'-'.join(map(str, ranks))}"))
+                lane: GroupCommunicator(new_group(ranks.members, f"{lane}-{suffix}"), counters)
                 for lane in ("gather", "reduce", "rescue")
             }
         )

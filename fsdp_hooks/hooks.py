@@ -3,8 +3,10 @@
 One forward and backward of three units, prefetch one ahead::
 
     caller  | L0.F | L1.F | L2.F | loss | L2.B | L1.B | L0.B | end-of-backward callback
-    ag      L0 L1    L2                  (L2) L1   L0
-    rs                                           L2     L1     L0
+    ag      L0 L1    L2                  L1     L0
+    rs                                          L2     L1     L0
+
+L2 is used next by its own backward, so it stays. See ``prefetch.py``.
 
 The end of a backward is autograd's own callback, queued by the first hook that runs in it. The
 root's post-backward hook would not do: it may run before its descendants finish, or never, when
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple, final
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp_hooks.lifecycle import Driver, UnitState
-from fsdp_hooks.order import PrefetchOrder
+from fsdp_hooks.prefetch import Call, Prefetch, Use
 from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.streams import Event
 from fsdp_hooks.unit import FsdpUnit
@@ -43,32 +45,11 @@ MAX_REDUCTIONS_IN_FLIGHT: Final = 2
 # A leaf outlives the graph, and its hooks would stay: those of a leaf hang on its node.
 # Where one unit's output is the next one's input, both hang on one node. Hooks on a tensor run
 # before those on its node: the next unit is finished, and released, before this one is gathered.
-@final
-class _Call:
-    """One forward of a unit whose graph is alive. Held by hooks in that graph alone."""
-
-    __slots__ = ("__weakref__",)
-
-
-@final
-class _Use:
-    """A unit, and who uses it now."""
-
-    __slots__ = ("count", "open_calls", "unit")
-
-    def __init__(self, unit: FsdpUnit) -> None:
-        self.unit = unit
-        self.count = 0
-        """Forwards and backwards that read the parameters now."""
-        self.open_calls: WeakSet[_Call] = WeakSet()
-        """Forwards whose backward has not begun."""
-
-
 class _Running(NamedTuple):
     """A forward that runs."""
 
     module: nn.Module
-    use: _Use
+    use: Use
     acts: bool
     """Whether it gathered the unit: the outermost call within the unit does."""
 
@@ -82,11 +63,11 @@ class _Backward:
 
     def __init__(self, end: Callable[["_Backward"], None]) -> None:
         self._end = end
-        self.num_awaited: dict[_Call, int] = {}
+        self.num_awaited: dict[Call, int] = {}
         """Of calls whose backward has begun: input gradients that are yet to come."""
-        self.unfinished: dict[str, _Use] = {}
+        self.unfinished: dict[str, Use] = {}
         """Units whose backward has begun, in that order."""
-        self.past: list[_Use] = []
+        self.past: list[Use] = []
         """Those that are through, but for gradients of parameters that are still on their way."""
 
     def __call__(self) -> None:
@@ -100,8 +81,9 @@ class ModuleHooks:
     def __init__(self, root: FsdpRoot) -> None:
         self._root = root
         self._context = root.context
-        self._uses = {unit.name: _Use(unit) for unit in root.units}
-        self._order = PrefetchOrder([unit.name for unit in root.inner_units])
+        self._uses = {unit.name: Use(unit) for unit in root.units}
+        self._prefetch = Prefetch(root, self._uses)
+        self._order = self._prefetch.order
         self._has_warned = False
         self._running: list[_Running] = []
         self._backward: ref[_Backward] | None = None
@@ -109,7 +91,7 @@ class ModuleHooks:
         for use in self._uses.values():
             self._install(use)
 
-    def _install(self, use: _Use) -> None:
+    def _install(self, use: Use) -> None:
         module = use.unit.module
         module.register_forward_pre_hook(self._pre_hook(use), prepend=True)
         module.register_forward_hook(self._post_hook(use), with_kwargs=True)
@@ -122,7 +104,7 @@ class ModuleHooks:
                     self._post_hook(use), with_kwargs=True, always_call=True
                 )
 
-    def _pre_hook(self, use: _Use) -> Callable[..., None]:
+    def _pre_hook(self, use: Use) -> Callable[..., None]:
         def pre_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self._context.driver is Driver.SCHEDULE:
                 use.unit.ensure()
@@ -131,7 +113,7 @@ class ModuleHooks:
 
         return pre_forward
 
-    def _post_hook(self, use: _Use) -> Callable[..., None]:
+    def _post_hook(self, use: Use) -> Callable[..., None]:
         def post_forward(
             module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
         ) -> None:
@@ -151,13 +133,15 @@ class ModuleHooks:
     def unwind(self, depth: int) -> None:
         """A forward raised: leave the calls above ``depth``, as a forward without gradients."""
         while len(self._running) > depth:
-            self._leave((), None)
+            self._leave((), None, raised=True)
 
-    def _enter(self, module: nn.Module, use: _Use) -> None:
+    def _enter(self, module: nn.Module, use: Use) -> None:
         """A unit's forward begins; or a part of it is called by itself, which then counts as one
         (a schedule of one's own, a wrapper that calls ``module.forward``)."""
-        in_backward = self._running_backward() is not None
-        if not self._running and not in_backward:
+        backward = self._backward_around()
+        if backward is not None:
+            self._leave_past_units(backward)
+        elif not self._running:
             self._begin_forward()
         acts = all(running.use is not use for running in self._running)
         self._running.append(_Running(module, use, acts))
@@ -167,12 +151,22 @@ class ModuleHooks:
         use.count += 1
         if module is not unit.module and unit.releases and unit.state is UnitState.SHARDED:
             self._context.counters.add(hook_misses=1)
-        self._gather(unit)
-        if not in_backward and self._running[0].module is self._root.root_unit.module:
-            is_root = unit is self._root.root_unit
-            self._prefetch(
-                self._order.begin_forward() if is_root else self._order.on_forward(unit.name)
-            )
+        self._prefetch.gather(use)
+        # A recomputed forward is no news: the order is that of backwards then.
+        if backward is None and self._running[0].module is self._root.root_unit.module:
+            if unit is self._root.root_unit:
+                self._order.begin_forward(with_grad=torch.is_grad_enabled())
+            else:
+                self._order.on_forward(unit.name)
+        self._prefetch.look_ahead()
+
+    def _backward_around(self) -> _Backward | None:
+        """The backward that this forward is part of. A recomputed forward may be the first to hear
+        of it."""
+        backward = self._running_backward()
+        # Autograd's number of the backward that runs in this thread, or -1.
+        in_graph = torch._C._current_graph_task_id() >= 0  # pyright: ignore[reportPrivateUsage]
+        return self._begin_backward() if backward is None and in_graph else backward
 
     def _begin_forward(self) -> None:
         if self._context.driver is Driver.REST:
@@ -181,8 +175,9 @@ class ModuleHooks:
             # A forward without its backward yet. The optimizer may have stepped since, so nothing
             # that it left gathered is trusted.
             self._root.release_all()
+        self._order.expect_nothing()
 
-    def _leave(self, inputs: object, output: object) -> None:
+    def _leave(self, inputs: object, output: object, *, raised: bool = False) -> None:
         module, use, acts = self._running.pop()
         if not acts:
             return
@@ -192,13 +187,14 @@ class ModuleHooks:
         error = _refusal(use.unit, output) if use.unit.releases else None
         if error is not None:
             inputs, output = (), None
-        elif is_outermost and module is self._root.root_unit.module:
+        elif is_outermost and not raised and module is self._root.root_unit.module:
             self._note_order()
         has_backward = torch.is_grad_enabled() and self._watch(use, inputs, output)
         if is_outermost and not has_backward:
             self._root.end()
-        elif not is_outermost and not in_backward:
-            self._release(use)  # else the weights are wanted again at once
+        else:
+            use.is_recomputed = in_backward
+            self._prefetch.look_ahead()
         if error is not None:
             raise error
 
@@ -211,7 +207,7 @@ class ModuleHooks:
                 stacklevel=2,
             )
 
-    def _watch(self, use: _Use, inputs: object, output: object) -> bool:
+    def _watch(self, use: Use, inputs: object, output: object) -> bool:
         """Hang the hooks of the unit's backward on the graph. See Note [hooks in a graph].
 
         Returns:
@@ -222,7 +218,7 @@ class ModuleHooks:
         made = [t for t in _tensors(output) if t.requires_grad and all(t is not g for g in given)]
         if not made:
             return False
-        call = _Call()
+        call = Call()
         use.open_calls.add(call)
         nodes = tuple(get_gradient_edge(t).node for t in given)
 
@@ -263,13 +259,13 @@ class ModuleHooks:
         self._root.pre_backward(0)
         self._order.begin_backward()
         # No hook of the root need fire where the loss was taken from an inner output.
-        self._gather(self._root.root_unit)
+        self._prefetch.gather(self._uses[self._root.root_unit.name])
         Variable._execution_engine.queue_callback(  # pyright: ignore[reportPrivateUsage]
             backward
         )
         return backward
 
-    def _pre_backward(self, use: _Use, call: _Call, nodes: Sequence[Node]) -> None:
+    def _pre_backward(self, use: Use, call: Call, nodes: Sequence[Node]) -> None:
         backward = self._running_backward() or self._begin_backward()
         if call in backward.num_awaited:
             return  # the first gradient to arrive needed the weights already
@@ -281,13 +277,12 @@ class ModuleHooks:
         use.open_calls.discard(call)
         use.count += 1
         backward.unfinished[use.unit.name] = use
-        self._gather(use.unit)
-        is_root = use.unit is self._root.root_unit
-        self._prefetch(
-            self._order.begin_backward() if is_root else self._order.on_backward(use.unit.name)
-        )
+        self._prefetch.gather(use)
+        if use.unit is not self._root.root_unit:
+            self._order.on_backward(use.unit.name)
+        self._prefetch.look_ahead()
 
-    def _count_input(self, use: _Use, call: _Call, *, is_leaf: bool) -> None:
+    def _count_input(self, use: Use, call: Call, *, is_leaf: bool) -> None:
         backward = self._running_backward()
         if backward is None or call not in backward.num_awaited:
             return  # this backward reached the unit's inputs, and not by its outputs
@@ -304,19 +299,15 @@ class ModuleHooks:
         while backward.past:
             self._post_backward(backward, backward.past.pop())
 
-    def _post_backward(self, backward: _Backward, use: _Use) -> None:
+    def _post_backward(self, backward: _Backward, use: Use) -> None:
         use.count -= 1
+        use.is_recomputed = False
         # With other forwards of the unit still open, this backward may contain another of its
         # calls, whose contribution is yet to come: then it is finished at the end.
         if use.count == 0 and not use.open_calls:
-            self._finish(backward, use)
-        else:
-            self._release(use)
-
-    def _finish(self, backward: _Backward, use: _Use) -> None:
-        del backward.unfinished[use.unit.name]
-        self._seal(use.unit)
-        self._release(use)
+            del backward.unfinished[use.unit.name]
+            self._seal(use.unit)
+        self._prefetch.look_ahead()
 
     def _seal(self, unit: FsdpUnit) -> None:
         is_last = self._context.is_last_microbatch
@@ -334,9 +325,11 @@ class ModuleHooks:
 
     def _end_of_backward(self, backward: _Backward) -> None:
         """Finish the units whose inputs needed no gradient, in the order of backward; then end."""
+        self._order.end_backward()
+        self._leave_past_units(backward)
         self._reset()
-        for use in tuple(backward.unfinished.values()):
-            self._finish(backward, use)
+        for use in backward.unfinished.values():
+            self._seal(use.unit)
         for unit in self._root.units:
             # Contributions that came by no output of the unit, or in an earlier microbatch alone.
             if unit.holds_contributions(is_last=self._context.is_last_microbatch):
@@ -349,22 +342,7 @@ class ModuleHooks:
         self._reducing.clear()
         for use in self._uses.values():
             use.count = 0
-
-    # ---- gather and release -------------------------------------------------------------------
-
-    def _gather(self, unit: FsdpUnit) -> None:
-        if unit.releases:
-            self._context.caller.wait(unit.unshard(), word=f"wait for {unit.name}")
-
-    def _prefetch(self, name: str | None) -> None:
-        if name is not None:
-            self._uses[name].unit.unshard()
-
-    def _release(self, use: _Use) -> None:
-        unit = use.unit
-        if unit.releases and use.count == 0 and unit.state is UnitState.UNSHARDED:
-            # Behind what the caller has issued: the unit's own compute still reads the storage.
-            unit.reshard(after=(self._context.caller.record(f"use of {unit.name}"),))
+            use.is_recomputed = False
 
 
 _ATOMS: Final = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)

@@ -100,6 +100,12 @@ class UnitLifecycle(Protocol):
         """Whether a reshard frees memory; False where parameters stay resident."""
         ...
 
+    @property
+    def gathers(self) -> bool:
+        """Whether an unshard asks other ranks: before every use where parameters are released, once
+        a step where only main weights are shards."""
+        ...
+
     def unshard(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
         """Issue the gather on the AG lane. Idempotent: a second call returns the same event.
 
@@ -142,6 +148,11 @@ class RootLifecycle(Protocol):
         ...
 
     @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether each microbatch's gradients are reduced on their own, or once a step."""
+        ...
+
+    @property
     def stats(self) -> ShardingStats:
         """Counters since the root was built."""
         ...
@@ -180,6 +191,10 @@ class RootLifecycle(Protocol):
         """Wait for every reduction, publish ``.grad``, put the sharded parameters back."""
         ...
 
+    def refresh_compute_weights(self) -> None:
+        """Main weights have changed in the middle of a step: the next forward must see it."""
+        ...
+
     def abort(self) -> None:
         """After a failure, with drained streams: drop gradients of this step, release all."""
         ...
@@ -204,6 +219,7 @@ class NoSharding:
     """The null object: parameters are always there, gradients stay where autograd puts them."""
 
     strategy: None = None
+    reduces_each_microbatch: bool = False
     root_unit: None = None
     inner_units: Sequence[UnitLifecycle] = ()
     stats: ShardingStats = ShardingStats()
@@ -225,6 +241,9 @@ class NoSharding:
 
     def end(self) -> None:
         """Nothing to wait for."""
+
+    def refresh_compute_weights(self) -> None:
+        """There are no others."""
 
     def abort(self) -> None:
         """Drop the gradients of the step that failed."""

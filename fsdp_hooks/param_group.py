@@ -1,41 +1,31 @@
-"""A unit's parameters of one dtype, one mesh, one requires_grad: their weights and gradients.
+"""A unit's parameters of one dtype, one mesh, one requires_grad: what the module holds when.
 
 The words for the tensors of one parameter:
 
-* *compute parameter*: what forward and backward read; a view of the group's flat storage.
+* *compute parameter*: what forward and backward read; a view of the group's whole weights.
 * *sharded parameter*: what the module holds at rest: a DTensor of the parameter's own name and
   global shape, whose local part is a view of the main weights.
-* *main weights*: what the optimizer updates: this rank's shard, or everything if replicated.
-* *placeholder*: what the module holds while the compute parameter is released.
+* *placeholder*: what the module holds while the compute parameter is not filled.
 
-Gradients go one way, each step by one lane, and never wait for a later one::
-
-    accumulate (comp)  autograd's gradient of one parameter     -> pending[microbatch]
-    seal       (comp)  a microbatch's contributions are done    -> sealed
-    reduce     (rs)    allocate, pack, launch, scale, add       -> step gradient
-    publish    (host)  at the end of a step                     -> .grad of the sharded parameter
-
-Until ``publish`` nothing outside the step has changed: a step that fails can be dropped whole.
+The values are in ``weights.py``, what backward makes of them in ``gradients.py``.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_hooks.buffer import FlatBuffer, rows_of
-from fsdp_hooks.collectives import Communicator
+from fsdp_hooks.buffer import rows_of
+from fsdp_hooks.gradients import Gradients
 from fsdp_hooks.layout import ParamExtent, flat_layout
+from fsdp_hooks.mesh import GroupMesh
 from fsdp_hooks.placeholder import Placeholder, placeholder_for, relinquish
-from fsdp_hooks.placement import Placement, Placements
-
-Grads = list[Tensor | None]
-"""One for each parameter of a group; None where there is no contribution."""
+from fsdp_hooks.placement import WHOLE, Placement, Placements
+from fsdp_hooks.precision import Dtypes
+from fsdp_hooks.weights import Parts, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +46,10 @@ class ParamGroup:
 
     Args:
         slots: the parameters, in registration order; same dtype, device and requires_grad.
-        mesh: one-dimensional, of the ranks that share them.
-        placements: of the strategy, already reduced for a mesh of one rank.
-        reduces_each_microbatch: whether each microbatch's gradients are reduced on their own.
+        mesh: of the ranks that share them.
+        placements: of the strategy, over the inner ranks.
+        outer: of the main weights, over the outer ranks.
+        dtypes: to compute, keep and reduce in.
     """
 
     def __init__(
@@ -66,38 +57,47 @@ class ParamGroup:
         slots: Sequence[ParamSlot],
         *,
         unit_name: str,
-        mesh: DeviceMesh,
+        mesh: GroupMesh,
         placements: Placements,
-        reduces_each_microbatch: bool,
+        outer: Placement,
+        dtypes: Dtypes,
     ) -> None:
         first = slots[0].param
         self.slots = tuple(slots)
         self.mesh = mesh
-        self.placements = placements
+        # On one rank a shard is the whole: nothing to gather, release or reduce.
+        self.placements = placements if mesh.inner.size > 1 else WHOLE
+        self.outer = outer if mesh.outer.size > 1 else Placement.REPLICATE
         self.requires_grad = first.requires_grad
-        self.dtype = first.dtype
-        self.reduces_each_microbatch = reduces_each_microbatch
-        self.layout = flat_layout([tuple(slot.param.shape) for slot in slots], mesh.size())
-        self._rank = mesh.get_local_rank()
-        self.storage = FlatBuffer(self.layout, dtype=first.dtype, device=first.device)
-        self._extents = self.layout.extents
-
-        self.storage.flat.zero_()
-        for slot, extent in zip(self.slots, self._extents, strict=True):
-            self.storage.param_view(extent).copy_(slot.param.detach())
-        self._main, self._main_offset = self._make_main_weights()
+        self.dtypes = dtypes
+        parts = Parts(mesh=mesh, placements=self.placements, outer=self.outer)
+        shapes = [tuple(slot.param.shape) for slot in slots]
+        self.layout = layout = flat_layout(shapes, parts.num_pieces)
+        self._extents = layout.extents
+        self.weights = Weights(
+            layout,
+            self._initial_values(),
+            compute_dtype=dtypes.compute,
+            parts=parts,
+            keeps_whole=self.placements.param is Placement.REPLICATE,
+        )
+        shard_start, shard_stop = parts.shard(layout)
+        self.gradients = Gradients(
+            layout,
+            shard_numel=shard_stop - shard_start,
+            main_numel=self.weights.main.numel(),
+            placement=self.placements.main,
+            dtypes=dtypes,
+            device=first.device,
+        )
         self.compute_params = [self._make_compute_param(i) for i in range(len(slots))]
         self.sharded_params = [self._make_sharded_param(i) for i in range(len(slots))]
         self.placeholders = [
-            placeholder_for(slot.param, name=slot.name, unit=unit_name) for slot in self.slots
+            placeholder_for(param, name=slot.name, unit=unit_name)
+            for slot, param in zip(self.slots, self.compute_params, strict=True)
         ]
         if self.releases:
-            self.storage.free()
-
-        self._pending: dict[int, Grads] = {}
-        self._accumulated: Grads | None = None
-        self._sealed: deque[Grads] = deque()
-        self._step_grad: Tensor | None = None
+            self.weights.release()
 
     def name_unit(self, unit_name: str) -> None:
         """The unit's name from the root, known once there is a root."""
@@ -108,11 +108,29 @@ class ParamGroup:
     @property
     def releases(self) -> bool:
         """Whether the compute parameters' storage is given back between uses."""
-        return self.placements.param is Placement.SHARD
+        return self.weights.releases
+
+    @property
+    def gathers(self) -> bool:
+        """Whether other ranks are asked for the values of compute parameters."""
+        return not (self.weights.is_resident or self.weights.is_filled_locally)
 
     def owners(self) -> Iterator[nn.Module]:
         """The modules that hold the parameters; one may come twice."""
         return (module for slot in self.slots for module, _ in slot.owners)
+
+    def rows(self, index: int) -> tuple[int, int]:
+        """Rows ``[first, last)`` of parameter ``index`` that this rank's main weights hold."""
+        start = self.weights.main_start
+        return self._extents[index].rows_within(start, start + self.weights.main.numel())
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this rank's main weights are those that count where several ranks hold the same:
+        it writes them to a checkpoint, and adds them to a norm."""
+        return (self.placements.main is Placement.SHARD or self.mesh.inner.position == 0) and (
+            self.outer is Placement.SHARD or self.mesh.outer.position == 0
+        )
 
     # ---- where the module's parameters are ----------------------------------------------------
 
@@ -128,9 +146,10 @@ class ParamGroup:
             RuntimeError: one was replaced (``load_state_dict(assign=True)``), converted
                 (``half()``), or frozen: the flat storage knows nothing of it.
         """
+        dtype = self.dtypes.main
         for slot, param in zip(self.slots, self.sharded_params, strict=True):
             is_same = all(module.get_parameter(name) is param for module, name in slot.owners)
-            if is_same and param.dtype is self.dtype and param.requires_grad is self.requires_grad:
+            if is_same and param.dtype is dtype and param.requires_grad is self.requires_grad:
                 continue
             raise RuntimeError(
                 f"parameter {slot.name} was replaced, converted or frozen after fully_shard; "
@@ -145,99 +164,13 @@ class ParamGroup:
                 # Not setattr: nn.Module's checks cost microseconds a parameter, each gather.
                 module._parameters[attribute] = param  # pyright: ignore[reportPrivateUsage]
 
-    def gather(self, communicator: Communicator) -> None:
-        """AG lane: allocate the storage and fill it from every rank's main weights."""
-        self.storage.allocate()
-        communicator.all_gather(self.storage.flat, self._main)
-
-    def release(self) -> None:
-        """AG lane: give the storage back; views stay."""
-        self.storage.free()
-
     # ---- gradients ----------------------------------------------------------------------------
-
-    def accumulate(self, index: int, microbatch: int, grad: Tensor) -> None:
-        """Comp lane: the one door for every contribution to parameter ``index``.
-
-        A parameter used more than once sums its contributions of a microbatch first, in the
-        order of autograd (last forward use first), as one graph of the whole model would.
-        """
-        pending = self._pending.get(microbatch)
-        if pending is None:
-            pending = self._pending[microbatch] = [None] * len(self.slots)
-        held = pending[index]
-        pending[index] = grad if held is None else held.add_(grad)
-
-    def seal(self, microbatch: int, *, is_last: bool) -> None:
-        """Comp lane: hand the microbatch's contributions to ``reduce``, in a record of its own."""
-        grads: Grads = self._pending.pop(microbatch, None) or [None] * len(self.slots)
-        if self.reduces_each_microbatch:
-            self._sealed.append(grads)
-            return
-        held = self._accumulated
-        if held is not None:
-            for i, grad in enumerate(grads):
-                if grad is not None:
-                    before = held[i]
-                    held[i] = grad if before is None else before.add_(grad)
-            grads = held
-        self._accumulated = None if is_last else grads
-        if is_last:
-            self._sealed.append(grads)
-
-    def reduce(self, communicator: Communicator, divisor: int) -> Sequence[Tensor | None]:
-        """RS lane: reduce the oldest sealed gradients and add them to the step's.
-
-        A parameter without a gradient contributes zeros: another rank may have one.
-
-        Returns:
-            What was read; the comp lane allocated it.
-        """
-        if not self._sealed:
-            raise RuntimeError(
-                f"reduce() of {self.slots[0].name} and others: nothing is sealed; call seal() once "
-                "a microbatch's contributions are complete, then reduce()"
-            )
-        grads = self._sealed.popleft()
-        whole = self._pack(grads)
-        if self.placements.grad is Placement.SHARD:
-            reduced = whole.new_empty(self.layout.shard_numel)
-            communicator.reduce_scatter(reduced, whole)
-        else:
-            reduced = whole
-            if communicator.num_ranks > 1:
-                communicator.all_reduce(reduced)
-        # AVG as SUM plus scaling: gloo has no AVG, and an expert's group is smaller than the
-        # number of ranks whose tokens it saw.
-        if divisor != 1:
-            reduced.mul_(1.0 / divisor)
-        held = self._step_grad
-        self._step_grad = reduced if held is None else held.add_(reduced)
-        return grads
-
-    def rows(self, index: int) -> tuple[int, int]:
-        """Rows ``[first, last)`` of parameter ``index`` that this rank's main weights hold."""
-        extent = self._extents[index]
-        if self.placements.main is Placement.REPLICATE:
-            return 0, extent.shape[0]
-        return extent.rows_within(*self.layout.shard_range(self._rank))
-
-    @property
-    def is_primary(self) -> bool:
-        """Whether this rank's main weights are those that count where several ranks hold the same:
-        it writes them to a checkpoint, and adds them to a norm."""
-        return self.placements.main is Placement.SHARD or self._rank == 0
-
-    def holds_contributions(self, *, is_last: bool) -> bool:
-        """Whether gradients wait for ``seal``, or an end of the step for what was accumulated."""
-        return bool(self._pending) or (is_last and self._accumulated is not None)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Host, after every reduction: add the step's gradient to ``.grad``."""
-        if (step_grad := self._step_grad) is None:
+        if (step_grad := self.gradients.take()) is None:
             return
-        self._step_grad = None
         for param, extent in zip(self.sharded_params, self._extents, strict=True):
             local = self._local_rows(step_grad, extent)
             if param.grad is None:
@@ -255,43 +188,38 @@ class ParamGroup:
 
     def drop_grads(self) -> None:
         """After a failure: forget all of this step's contributions."""
-        self._pending.clear()
-        self._accumulated = None
-        self._sealed.clear()
-        self._step_grad = None
+        self.gradients.drop()
         for param in self.compute_params:
             param.grad = None
 
     # ---- construction -------------------------------------------------------------------------
 
-    def _make_main_weights(self) -> tuple[Tensor, int]:
-        """The main weights, and where in the layout they start."""
-        if self.placements.main is Placement.REPLICATE:
-            return self.storage.flat, 0
-        start, stop = self.layout.shard_range(self._rank)
-        return self.storage.flat[start:stop].clone(), start
+    def _initial_values(self) -> Tensor:
+        """``[layout.numel]``: the parameters' values in the main dtype, padding zero."""
+        device = self.slots[0].param.device
+        values = torch.zeros(self.layout.numel, dtype=self.dtypes.main, device=device)
+        for slot, extent in zip(self.slots, self._extents, strict=True):
+            values[extent.start : extent.stop].view(extent.shape).copy_(slot.param.detach())
+        return values
 
     def _make_compute_param(self, index: int) -> nn.Parameter:
-        view = self.storage.param_view(self._extents[index])
-        param = nn.Parameter(view, requires_grad=self.requires_grad)
-        # Frameworks mark parameters (Megatron: ``allreduce``, ``sequence_parallel``, ...).
-        vars(param).update(vars(self.slots[index].param))
-        return param
+        view = self.weights.whole.param_view(self._extents[index])
+        return self._marked(index, nn.Parameter(view, requires_grad=self.requires_grad))
 
     def _make_sharded_param(self, index: int) -> nn.Parameter:
         extent = self._extents[index]
-        local = self._local_rows(self._main, extent)
-        param = nn.Parameter(
-            self._as_dtensor(local, extent.shape), requires_grad=self.requires_grad
-        )
+        local = self._local_rows(self.weights.main, extent)
+        sharded = self._as_dtensor(local, extent.shape)
+        return self._marked(index, nn.Parameter(sharded, requires_grad=self.requires_grad))
+
+    def _marked(self, index: int, param: nn.Parameter) -> nn.Parameter:
+        """Frameworks mark parameters (Megatron: ``allreduce``, ``sequence_parallel``, ...)."""
         vars(param).update(vars(self.slots[index].param))
         return param
 
-    def _local_rows(self, flat: Tensor, extent: ParamExtent) -> Tensor:
-        """This rank's part of a parameter, in main weights or in a gradient laid out like them."""
-        if self.placements.main is Placement.REPLICATE:
-            return flat.data[extent.start : extent.stop].view(extent.shape)
-        return rows_of(flat, self.layout, extent, self._rank, offset=self._main_offset)
+    def _local_rows(self, part: Tensor, extent: ParamExtent) -> Tensor:
+        """This rank's rows of a parameter, in main weights or in a gradient laid out like them."""
+        return rows_of(part, extent, start=self.weights.main_start)
 
     def _as_dtensor(self, local: Tensor, shape: tuple[int, ...]) -> DTensor:
         """A DTensor of the parameter's global shape over ``local``.
@@ -299,31 +227,15 @@ class ParamGroup:
         Where sharded, the rows a rank holds follow the flat layout, not ``torch.chunk``: what is
         elementwise is right, ``full_tensor()`` is not (see docs/decisions.md).
         """
-        sharded = self.placements.main is Placement.SHARD
+        over = [self.outer, self.placements.main][-self.mesh.device_mesh.ndim :]
         return DTensor.from_local(
             local,
-            self.mesh,
-            [Shard(0) if sharded else Replicate()],
+            self.mesh.device_mesh,
+            [Shard(0) if placement is Placement.SHARD else Replicate() for placement in over],
             run_check=False,
             shape=torch.Size(shape),
             stride=torch.empty(shape, device="meta").stride(),
         )
-
-    def _pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The flat input of the reduction. Padding keeps what memory held; nobody reads it."""
-        whole = torch.empty(self.layout.numel, dtype=self._main.dtype, device=self._main.device)
-        views: list[Tensor] = []
-        present: list[Tensor] = []
-        for grad, extent in zip(grads, self._extents, strict=True):
-            view = whole[extent.start : extent.stop].view(extent.shape)
-            if grad is None:
-                view.zero_()
-            else:
-                views.append(view)
-                present.append(grad)
-        if views:
-            torch._foreach_copy_(views, present)  # pyright: ignore[reportPrivateUsage]
-        return whole
 
 
 def _local_of(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A read of released storage would crash the process. These raise instead, with th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, final, override
+from typing import Any, ClassVar, Final, final, override
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,13 @@ def _getter(name: str) -> object:
 
 _DEVICE: Final = _getter("device")
 _IS_CUDA: Final = _getter("is_cuda")
+_GRAD: Final = _getter("grad")
 _METADATA: Final = frozenset(
     {
+        _GRAD,
         _getter("shape"),
         _getter("dtype"),
         _getter("requires_grad"),
-        _getter("grad"),
         _getter("ndim"),
         _getter("is_leaf"),
         torch.Tensor.size,
@@ -43,6 +44,7 @@ class Placeholder(Tensor):
     unit_name: str
     true_device: torch.device
     """Where the parameter is when it is gathered. (A placeholder is on ``meta``.)"""
+    readable: ClassVar = _METADATA
 
     def refusal(self) -> str:
         """Why it cannot be read, and what to do."""
@@ -70,7 +72,7 @@ class Placeholder(Tensor):
             return held.true_device
         if func == _IS_CUDA:
             return held.true_device.type == "cuda"
-        if func in _METADATA:
+        if func in held.readable:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(held.refusal())
@@ -79,7 +81,13 @@ class Placeholder(Tensor):
 @final
 class Relinquished(Placeholder):
     """What becomes of the parameter that a module had before it was sharded. Whoever still holds
-    it is told so: an optimizer that was built too early, a module that shares the weight."""
+    it is told so: an optimizer that was built too early, a module that shares the weight.
+
+    Its gradient cannot be read either: an optimizer skips a parameter whose gradient is None, so
+    ``step`` and ``zero_grad`` would do nothing, and say nothing.
+    """
+
+    readable: ClassVar = _METADATA - {_GRAD}
 
     @override
     def refusal(self) -> str:

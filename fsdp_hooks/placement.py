@@ -1,22 +1,27 @@
 """Strategies as placements: where parameters, gradients and main weights live.
 
-A group's tensor is either whole on every rank, or each rank holds its shard of it. The moves
-between the two are the collectives:
+Over the ranks of a group each tensor is either whole on every rank, or each rank holds its shard.
+The moves between the two are the collectives:
 
 ==========================  ==================  ================
 from                        to                  collective
 ==========================  ==================  ================
-parameter, ``SHARD``        ``REPLICATE``       all-gather
+main weight, ``SHARD``      parameter           all-gather
 gradient, one per rank      ``SHARD``           reduce-scatter
 gradient, one per rank      ``REPLICATE``       all-reduce
 ==========================  ==================  ================
 
-The table is that of Megatron-FSDP's ``--data-parallel-sharding-strategy``.
+A gradient ends where its main weight lives, so ``main`` says how it is reduced, and ``grad`` when:
+whole gradients can wait for the end of a step, sharded ones are reduced every microbatch.
+
+The table is that of Megatron-FSDP's ``--data-parallel-sharding-strategy``; on the outer dimension
+of a mesh it is that of its ``--outer-dp-sharding-strategy``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Final
 
 
@@ -32,39 +37,49 @@ class Placements:
     """Where each of a group's tensors lives between its uses."""
 
     param: Placement
+    """The weight that forward and backward read."""
     grad: Placement
     main: Placement
     """The weight that the optimizer updates."""
 
-    def on_group_of(self, num_ranks: int) -> "Placements":
-        """On a group of one rank a shard is the whole: nothing to gather, release or reduce."""
-        return _WHOLE if num_ranks == 1 else self
 
+_R, _S = Placement.REPLICATE, Placement.SHARD
 
-_WHOLE: Final = Placements(
-    param=Placement.REPLICATE, grad=Placement.REPLICATE, main=Placement.REPLICATE
+WHOLE: Final = Placements(param=_R, grad=_R, main=_R)
+"""Nothing is shared out; also what every strategy comes to on one rank."""
+
+STRATEGIES: Final[Mapping[str, Placements]] = MappingProxyType(
+    {
+        "no_shard": WHOLE,
+        "optim": Placements(param=_R, grad=_R, main=_S),
+        "optim_grads": Placements(param=_R, grad=_S, main=_S),
+        "optim_grads_params": Placements(param=_S, grad=_S, main=_S),
+    }
 )
 
-STRATEGIES: Final[Mapping[str, Placements]] = {
-    "no_shard": _WHOLE,
-    "optim_grads_params": Placements(
-        param=Placement.SHARD, grad=Placement.SHARD, main=Placement.SHARD
-    ),
-}
-
-_NOT_BUILT: Final = ("optim", "optim_grads")
+OUTER_STRATEGIES: Final[Mapping[str, Placement]] = MappingProxyType({"no_shard": _R, "optim": _S})
+"""What the outer ranks of a two-dimensional mesh share out: nothing, or main weights."""
 
 
 def placements_of(strategy: str) -> Placements:
     """Placements by Megatron's name.
 
     Raises:
-        ValueError: no such strategy, or one that is not built yet.
+        ValueError: no such strategy.
     """
-    if strategy in _NOT_BUILT:
-        raise ValueError(
-            f"strategy {strategy!r} is not built yet; use one of {', '.join(STRATEGIES)}"
-        )
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[strategy]
+
+
+def outer_placement_of(strategy: str) -> Placement:
+    """Where main weights live over the outer ranks, by Megatron's name.
+
+    Raises:
+        ValueError: no such strategy.
+    """
+    if strategy not in OUTER_STRATEGIES:
+        raise ValueError(
+            f"unknown outer_strategy {strategy!r}; expected one of {', '.join(OUTER_STRATEGIES)}"
+        )
+    return OUTER_STRATEGIES[strategy]

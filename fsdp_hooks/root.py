@@ -32,12 +32,19 @@ class FsdpRoot:
         self.root_unit = root_unit
         self.inner_units = tuple(units)
         self.context = context
+        self._has_current_weights = False
+        """Whether compute weights were filled in this step, between optimizer steps."""
         self._by_module: Mapping[nn.Module, FsdpUnit] = {unit.module: unit for unit in self.units}
 
     @property
     def units(self) -> tuple[FsdpUnit, ...]:
         """All units, the root's own first."""
         return (self.root_unit, *self.inner_units)
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether each microbatch's gradients are reduced on their own."""
+        return self.context.reduces_each_microbatch
 
     @property
     def stats(self) -> ShardingStats:
@@ -69,8 +76,9 @@ class FsdpRoot:
             )
         for unit in self.units:
             unit.check_at_rest()
+        is_fresh, self._has_current_weights = self._has_current_weights, True
         for unit in self.units:
-            unit.swap_in()
+            unit.swap_in(is_fresh=is_fresh)
         self.context.driver = driver
         # Gathers read main weights, which the optimizer, in the caller's stream, may still write.
         self.context.caller.hold(self.context.ag)
@@ -100,6 +108,17 @@ class FsdpRoot:
             self.abort()
             raise
         context.driver = Driver.REST
+        if context.is_last_microbatch:
+            self.refresh_compute_weights()
+
+    def refresh_compute_weights(self) -> None:
+        """Main weights have changed: the next forward brings compute weights up to date.
+
+        Needed only between the microbatches of one step. A new step, and a forward outside of
+        ``microbatch(is_last=False)``, asks nobody: the optimizer, or ``load_state_dict``, may have
+        written, and which rank can tell that another has?
+        """
+        self._has_current_weights = False
 
     def release_all(self) -> None:
         """Issue the release of every unit that is still gathered, behind the caller's work."""
@@ -114,6 +133,7 @@ class FsdpRoot:
             stream.reset()
         for unit in self.units:
             unit.abandon()
+        self.refresh_compute_weights()
         self.context.driver = Driver.REST
         self.context.microbatch = 0
         self.context.is_last_microbatch = True

@@ -21,9 +21,12 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.context import Runtime, ShardContext
 from fsdp_hooks.hooks import ModuleHooks
 from fsdp_hooks.lifecycle import ShardedModule
+from fsdp_hooks.materialize import InitFn, materialize, reset_parameters
+from fsdp_hooks.mesh import GroupMesh
 from fsdp_hooks.param_group import ParamGroup, ParamSlot
 from fsdp_hooks.placeholder import Relinquished
-from fsdp_hooks.placement import Placement, Placements, placements_of
+from fsdp_hooks.placement import Placement, outer_placement_of, placements_of
+from fsdp_hooks.precision import MixedPrecision, dtypes_of
 from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.unit import FsdpUnit
 
@@ -41,6 +44,7 @@ class _Recipe:
     strategy: str
     groups: tuple[ParamGroup, ...]
     grad_divisor: int | None
+    reduce_each_microbatch: bool | None
     runtime: Runtime | None
 
 
@@ -94,7 +98,11 @@ def fully_shard[ModuleT: nn.Module](
     *,
     mesh: DeviceMesh | MeshOf,
     strategy: str = "optim_grads_params",
+    outer_strategy: str = "no_shard",
+    mp: MixedPrecision | None = None,
     grad_divisor: int | None = None,
+    reduce_each_microbatch: bool | None = None,
+    init_fn: InitFn = reset_parameters,
     runtime: Runtime | None = None,
 ) -> ModuleT:
     """Make ``module`` a unit: its parameters, less those of inner units, are sharded together.
@@ -105,52 +113,67 @@ def fully_shard[ModuleT: nn.Module](
 
     Args:
         module: applied bottom-up; the last call, on the outermost module, makes the root.
-        mesh: one-dimensional data-parallel mesh, or a function of name and parameter for models
-            whose experts live on another mesh than the rest.
-        strategy: Megatron's ``--data-parallel-sharding-strategy``.
+        mesh: data-parallel ranks, or a function of name and parameter for models whose experts live
+            on another mesh than the rest. Of two dimensions for hybrid sharding: replicas, shards.
+        strategy: Megatron's ``--data-parallel-sharding-strategy``, over the inner ranks.
+        outer_strategy: what the outer ranks of a two-dimensional mesh share out: nothing, or the
+            main weights with their optimizer states (``optim``).
+        mp: dtypes; None: everything in the parameters' own.
         grad_divisor: gradients are summed over ranks and divided by this; default: the size of
             the root's largest mesh, which is right for dense and expert gradients alike (experts
-            see the tokens of all expert-parallel ranks).
-        runtime: streams and process groups; for the root only.
+            see the tokens of all expert-parallel ranks). For the root only.
+        reduce_each_microbatch: reduce gradients after every microbatch, or once a step (whole
+            gradients are kept meanwhile); default: by strategy, see ``placement.py``. For the root
+            only.
+        init_fn: fills the parameters of a module that is on ``meta``; it is called for each module
+            that has some of its own, unit by unit, so no more than a unit is ever whole. Seed it
+            the same on the ranks of a mesh.
+        runtime: streams, process groups, prefetch; for the root only.
 
     Raises:
-        ValueError: the strategy is unknown or not built, a module is sharded twice, the mesh has
-            more than one dimension, or a parameter cannot be sharded: a scalar, on ``meta``, shared
-            with another unit, sharing memory with another tensor of the module.
+        ValueError: a strategy is unknown, or has nothing to share out, a module is sharded twice,
+            the mesh has more than two dimensions, or one where ``outer_strategy`` asks for two, or
+            a parameter cannot be sharded: a scalar, shared with another unit, sharing memory with
+            another tensor of the module.
     """
     placements = placements_of(strategy)
+    outer = outer_placement_of(outer_strategy)
+    if strategy == "no_shard" and outer is Placement.SHARD:
+        raise ValueError(
+            f"outer_strategy {outer_strategy!r} with strategy 'no_shard' shares main weights over "
+            "outer ranks alone; use strategy 'optim' on a mesh of one dimension, over those ranks"
+        )
     if grad_divisor is not None and grad_divisor < 1:
         raise ValueError(f"grad_divisor is {grad_divisor}; expected at least 1")
     if isinstance(module, ShardedModule):
         raise ValueError(f"{_title(module)} is sharded already; call fully_shard once a module")
-    slots = _own_parameters(module)
-    groups: list[ParamGroup] = []
-    for (group_mesh, *_), members in _grouped(slots, mesh).items():
-        _check_mesh(group_mesh)
-        groups.append(_make_group(module, members, group_mesh, placements))
+    mesh_of: MeshOf = (lambda name, param: mesh) if isinstance(mesh, DeviceMesh) else mesh
+    materialize(_outside_of_units(module, ""), mesh_of, init_fn)
+    groups = [
+        ParamGroup(
+            members,
+            unit_name=_title(module),
+            mesh=_checked_mesh(group_mesh, outer_strategy),
+            placements=placements,
+            outer=outer,
+            dtypes=dtypes_of(dtype, mp),
+        )
+        for (group_mesh, dtype, *_), members in _grouped(_own_parameters(module), mesh_of).items()
+    ]
     for group in groups:
         group.install(group.sharded_params)
         group.relinquish(_title(module))
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (_Sharded, cls), {})
     recipe = _Recipe(
-        strategy=strategy, groups=tuple(groups), grad_divisor=grad_divisor, runtime=runtime
+        strategy=strategy,
+        groups=tuple(groups),
+        grad_divisor=grad_divisor,
+        reduce_each_microbatch=reduce_each_microbatch,
+        runtime=runtime,
     )
     cast(_Sharded, module).fsdp_membership = _Membership(recipe=recipe)
     return module
-
-
-def _make_group(
-    module: nn.Module, slots: Sequence[ParamSlot], mesh: DeviceMesh, placements: Placements
-) -> ParamGroup:
-    return ParamGroup(
-        slots,
-        unit_name=_title(module),
-        mesh=mesh,
-        placements=placements.on_group_of(mesh.size()),
-        # By Megatron's custom: with whole gradients on every rank, once a step is enough.
-        reduces_each_microbatch=placements.grad is Placement.SHARD,
-    )
 
 
 def _own_parameters(module: nn.Module) -> list[ParamSlot]:
@@ -182,8 +205,6 @@ def _check_parameter(param: Tensor, title: str) -> None:
             f"{title} is a DTensor: sharded already, perhaps shared with a unit; expected a plain "
             "parameter. Share parameters within one unit only, before fully_shard"
         )
-    if param.is_meta:
-        raise ValueError(f"{title} is on meta; expected memory. Materialize it before fully_shard")
     if param.dim() == 0:
         raise ValueError(
             f"{title} is a scalar; expected at least one dimension. Make it a vector of one element"
@@ -226,23 +247,22 @@ def _outside_of_units(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modu
     return found
 
 
-def _grouped(
-    slots: Sequence[ParamSlot], mesh: DeviceMesh | MeshOf
-) -> dict[_GroupKey, list[ParamSlot]]:
+def _grouped(slots: Sequence[ParamSlot], mesh_of: MeshOf) -> dict[_GroupKey, list[ParamSlot]]:
     groups: dict[_GroupKey, list[ParamSlot]] = {}
     for slot in slots:
         param = slot.param
-        own = mesh if isinstance(mesh, DeviceMesh) else mesh(slot.name, param)
-        key = (own, param.dtype, param.device, param.requires_grad)
+        key = (mesh_of(slot.name, param), param.dtype, param.device, param.requires_grad)
         groups.setdefault(key, []).append(slot)
     return groups
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1:
+def _checked_mesh(mesh: DeviceMesh, outer_strategy: str) -> GroupMesh:
+    if mesh.ndim == 1 and outer_strategy != "no_shard":
         raise ValueError(
-            f"the mesh has {mesh.ndim} dimensions; expected 1 (hybrid sharding is not built yet)"
+            f"outer_strategy {outer_strategy!r} has no outer ranks on a mesh of one dimension; "
+            "expected two dimensions (replicas, shards). Leave outer_strategy out"
         )
+    return GroupMesh(mesh)
 
 
 def _title(module: nn.Module) -> str:
@@ -271,9 +291,12 @@ def _build_root(module: _Sharded) -> None:
     context = ShardContext(
         meshes=[group.mesh for group in groups],
         device=groups[0].compute_params[0].device,
-        grad_divisor=recipe.grad_divisor or max(group.mesh.size() for group in groups),
+        grad_divisor=recipe.grad_divisor or max(g.mesh.device_mesh.size() for g in groups),
+        reduces_each_microbatch=_reduces_each_microbatch(recipe),
         runtime=recipe.runtime or Runtime(),
     )
+    for member in members[1:]:
+        _check_inner_recipe(member)
     names = {m: name for name, m in module.named_modules()}
     units = [
         FsdpUnit(
@@ -289,3 +312,25 @@ def _build_root(module: _Sharded) -> None:
     for member in members:
         member.fsdp_membership.root = root
         member.fsdp_membership.hooks = hooks
+
+
+def _reduces_each_microbatch(recipe: _Recipe) -> bool:
+    if recipe.reduce_each_microbatch is not None:
+        return recipe.reduce_each_microbatch
+    # By Megatron's custom: with whole gradients on every rank, once a step is enough.
+    return placements_of(recipe.strategy).grad is Placement.SHARD
+
+
+def _check_inner_recipe(member: _Sharded) -> None:
+    """What is the root's to say must not be said, and ignored, elsewhere."""
+    recipe = member.fsdp_membership.recipe
+    for name, value in (
+        ("grad_divisor", recipe.grad_divisor),
+        ("reduce_each_microbatch", recipe.reduce_each_microbatch),
+        ("runtime", recipe.runtime),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"fully_shard of {_title(member)} was given {name}, but a module around it is the "
+                f"root; expected {name} at the root. Give it to the outermost fully_shard only"
+            )

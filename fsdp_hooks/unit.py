@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fsdp_hooks.context import ShardContext
 from fsdp_hooks.lifecycle import LEGAL_MOVES, NOTHING_DONE, UnitState
 from fsdp_hooks.param_group import ParamGroup
-from fsdp_hooks.placement import Placement
 from fsdp_hooks.streams import Event
 
 
@@ -44,6 +43,8 @@ class FsdpUnit:
         self._context = context
         self._state = UnitState.SHARDED
         self._stream_state = UnitState.SHARDED
+        self._is_fresh = False
+        """In stream time: whether shards are those of the current main weights."""
         self._gathered: Event = NOTHING_DONE
         self._being_reduced: deque[Sequence[Tensor | None]] = deque()
         self._words = {op: f"{op}.{name}" for op in ("UNSHARD", "RESHARD", "REDUCE")}
@@ -64,6 +65,12 @@ class FsdpUnit:
         return any(group.releases for group in self.groups)
 
     @property
+    def gathers(self) -> bool:
+        """Whether compute parameters must be filled from other ranks, before every use or once a
+        step."""
+        return any(group.gathers for group in self.groups)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any of its parameters takes a gradient."""
         return any(group.requires_grad for group in self.groups)
@@ -71,27 +78,27 @@ class FsdpUnit:
     @property
     def reduces_each_microbatch(self) -> bool:
         """Whether each microbatch's gradients are reduced on their own."""
-        return any(group.reduces_each_microbatch for group in self.groups)
+        return self._context.reduces_each_microbatch
 
     @property
     def unsharded_bytes(self) -> int:
         """Storage that a gather allocates and a release frees."""
-        return sum(group.storage.nbytes for group in self.groups if group.releases)
+        return sum(group.weights.whole.nbytes for group in self.groups if group.releases)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of storage that the unit's release frees."""
-        return any(group.releases and group.storage.holds(tensor) for group in self.groups)
+        return any(group.releases and group.weights.whole.holds(tensor) for group in self.groups)
 
     def holds_contributions(self, *, is_last: bool) -> bool:
         """Whether gradients wait for ``seal``; at the end of a step those of earlier microbatches
         count."""
-        return any(group.holds_contributions(is_last=is_last) for group in self.groups)
+        return any(group.gradients.holds_contributions(is_last=is_last) for group in self.groups)
 
     # ---- issued by the host -------------------------------------------------------------------
 
     def unshard(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
         """Issue the gather. Idempotent. Returns the event behind which parameters are there."""
-        if not self.releases or self._state is UnitState.UNSHARDED:
+        if not self.gathers or self._state is UnitState.UNSHARDED:
             return self._gathered
         self._move(UnitState.UNSHARDED, "unshard")
         self._gathered = self._context.ag.run(
@@ -136,20 +143,21 @@ class FsdpUnit:
         A gather here is a miss. The plan's checker proves that no gather of the unit is queued and
         unfinished meanwhile.
         """
-        if self._stream_state is UnitState.UNSHARDED or not self.releases:
+        if self._stream_state is UnitState.UNSHARDED or not self.gathers:
             return
         self._context.counters.add(hook_misses=1)
         self._fill(rescue=True)
 
     def accumulate(self, group: ParamGroup, index: int, grad: Tensor) -> None:
         """The door for a contribution, whoever made it."""
-        group.accumulate(index, self._context.microbatch, grad)
+        group.gradients.accumulate(index, self._context.microbatch, grad)
 
     def seal(self, microbatch: int, *, is_last: bool) -> None:
         """This microbatch's contributions are complete."""
+        is_reduced = is_last or self.reduces_each_microbatch
         for group in self.groups:
             if group.requires_grad:
-                group.seal(microbatch, is_last=is_last)
+                group.gradients.seal(microbatch, is_last=is_last, is_reduced=is_reduced)
 
     # ---- queued work --------------------------------------------------------------------------
 
@@ -157,38 +165,34 @@ class FsdpUnit:
         self._fill(rescue=False)
 
     def _fill(self, *, rescue: bool) -> None:
-        counters = self._context.counters
         for group in self.groups:
-            if group.releases:
-                communicators = self._context.communicators(group.mesh)
-                group.gather(communicators.rescue if rescue else communicators.gather)
-                counters.add(all_gathers=1)
+            if group.gathers:
+                over = self._context.communicators(group.mesh)
+                inner, outer = (c and (c.rescue if rescue else c.gather) for c in over)
+                if not self._is_fresh:
+                    group.weights.refresh(outer)
+                group.weights.gather(inner)
                 group.install(group.compute_params)
+        self._is_fresh = True
         if self._stream_state is UnitState.SHARDED:
-            counters.add(unsharded_bytes=self.unsharded_bytes)
+            self._context.counters.add(unsharded_bytes=self.unsharded_bytes)
         self._stream_state = UnitState.UNSHARDED
 
     def _release(self) -> None:
         for group in self.groups:
             if group.releases:
                 group.install(group.placeholders)
-                group.release()
+                group.weights.release()
         if self._stream_state is UnitState.UNSHARDED:
             self._context.counters.add(unsharded_bytes=-self.unsharded_bytes)
         self._stream_state = UnitState.SHARDED
 
     def _reduce(self) -> None:
-        counters = self._context.counters
         read: list[Tensor | None] = []
         for group in self.groups:
-            if not group.requires_grad:
-                continue
-            communicator = self._context.communicators(group.mesh).reduce
-            read += group.reduce(communicator, self._context.grad_divisor)
-            if group.placements.grad is Placement.SHARD:
-                counters.add(reduce_scatters=1)
-            elif communicator.num_ranks > 1:
-                counters.add(all_reduces=1)
+            if group.requires_grad:
+                inner, outer = (c and c.reduce for c in self._context.communicators(group.mesh))
+                read += group.gradients.reduce(inner, outer, divisor=self._context.grad_divisor)
         if self._context.runs_after_launch:
             # Given back now, the comp lane would write over what the RS lane has yet to read.
             self._being_reduced.append(read)
@@ -204,14 +208,22 @@ class FsdpUnit:
         for group in self.groups:
             group.check_sharded_params()
 
-    def swap_in(self) -> None:
-        """Compute parameters where they are resident, placeholders where they must be gathered."""
+    def swap_in(self, *, is_fresh: bool) -> None:
+        """Compute parameters where they are filled, placeholders where they must be.
+
+        ``is_fresh``: main weights are those that an earlier forward of this step has seen.
+        """
+        if not is_fresh:
+            self._forget_weights()
         for group in self.groups:
-            group.install(group.placeholders if group.releases else group.compute_params)
+            if not is_fresh and group.weights.is_filled_locally:
+                group.weights.refresh(None)
+            must_fill = group.gathers and self._stream_state is UnitState.SHARDED
+            group.install(group.placeholders if must_fill else group.compute_params)
 
     def swap_out(self) -> None:
         """Back to the sharded parameters, with this step's gradient in their ``.grad``."""
-        if self._stream_state is UnitState.UNSHARDED:
+        if self.releases and self._stream_state is UnitState.UNSHARDED:
             self._release()  # gathered by the safety net: no release was issued
         self._being_reduced.clear()
         for group in self.groups:
@@ -222,12 +234,17 @@ class FsdpUnit:
         """After a failure: release, and forget the step's gradients."""
         if self.releases:
             self._release()
-        self._state = UnitState.SHARDED
-        self._gathered = NOTHING_DONE  # it may hold the failure, and that the frames it came from
+        self._forget_weights()
         self._being_reduced.clear()
         for group in self.groups:
             group.drop_grads()
             group.install(group.sharded_params)
+
+    def _forget_weights(self) -> None:
+        """What was filled counts no more; what releases has released it already."""
+        self._state = self._stream_state = UnitState.SHARDED
+        self._is_fresh = False
+        self._gathered = NOTHING_DONE  # it may hold a failure, and that the frames it came from
 
 
 @final

@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 from models_support import random_tokens
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_overlap.commands.world import local_part
 from ep_overlap.config import OverlapConfig
-from ep_overlap.models.groups import new_expert_groups
+from ep_overlap.models.groups import ExpertGroups, new_expert_groups
 from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, cross_entropy
 from ep_overlap.plan.action import NODES_OF, parse_action
 from ep_overlap.run.layer import ModelParts
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks import fully_shard
 from fsdp_hooks.accumulation import microbatch
+from fsdp_hooks.collectives import new_torch_group
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.lifecycle import Driver, UnitState, lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
+from fsdp_hooks.precision import MixedPrecision
 from fsdp_hooks.streams import StreamKind
 
 SEQ_LENGTH = 8
@@ -48,6 +51,10 @@ class Case:
     shared: bool = False
     """Megatron only: a shared expert in each MoE layer."""
     kind: StreamKind | None = None
+    hybrid: str | None = None
+    """The outer strategy: half of the ranks hold replicas of the others' shards."""
+    reduce_each: bool | None = None
+    mp: MixedPrecision | None = None
 
     @property
     def config(self) -> OverlapConfig:
@@ -68,15 +75,57 @@ class Case:
 # ---- building ------------------------------------------------------------------------------------
 
 
-def build(case: Case) -> Any:
-    """The model's parts, sharded as the case says. Collective where there are ranks."""
-    parts = _megatron(case) if case.megatron else reference(case)
+class Groups:
+    """Process groups, each made once: connecting ranks is what takes time here. Models that share
+    them run one after another."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def once[MadeT](self, name: str, make: Callable[[], MadeT]) -> MadeT:
+        """Make it, or return what was made under this name."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def experts(self, ep: int) -> ExpertGroups:
+        return self.once(f"experts {ep}", lambda: new_expert_groups(ep))
+
+    def group(self, ranks: Sequence[int], name: str) -> ProcessGroup:
+        """For a lane, or a mesh."""
+        return self.once(f"{name} {ranks}", lambda: new_torch_group(ranks, name))
+
+    def mesh(self, ranks: list[int], *, is_hybrid: bool) -> DeviceMesh:
+        """One dimension; for hybrid sharding two: two outer ranks, or one if there is one rank."""
+        if not is_hybrid:
+            group = self.group(ranks, "mesh")
+            return self.once(f"device mesh {ranks}", lambda: DeviceMesh.from_group(group, "cpu"))
+        num_inner = max(len(ranks) // 2, 1)
+        grid = [ranks[i : i + num_inner] for i in range(0, len(ranks), num_inner)]
+        (own,) = [row for row in grid if dist.get_rank() in row]
+        column = [row[own.index(dist.get_rank())] for row in grid]
+        groups = [self.group(column, "mesh"), self.group(own, "mesh")]
+        return self.once(
+            f"device mesh {grid}",
+            lambda: DeviceMesh.from_group(
+                groups, "cpu", mesh=torch.tensor(grid), mesh_dim_names=("outer", "inner")
+            ),
+        )
+
+
+def build(case: Case, groups: Groups | None = None) -> Any:
+    """The model's parts, sharded as the case says. Collective where there are ranks.
+
+    ``groups``: of earlier models; None: all new.
+    """
+    groups = groups or Groups()
+    parts = _megatron(case, groups) if case.megatron else reference(case, groups)
     if case.strategy is not None:
-        _shard(parts, case)
+        _shard(parts, case, groups)
     return parts
 
 
-def reference(case: Case) -> MoETransformer:
+def reference(case: Case, groups: Groups | None = None) -> MoETransformer:
     config = ReferenceConfig(
         num_layers=case.layers,
         hidden_size=16,
@@ -88,10 +137,10 @@ def reference(case: Case) -> MoETransformer:
         moe_layer_freq=case.freq,
         dtype=case.dtype,
     )
-    return MoETransformer(config, new_expert_groups(case.ep), seed=3)
+    return MoETransformer(config, (groups or Groups()).experts(case.ep), seed=3)
 
 
-def _megatron(case: Case) -> Any:
+def _megatron(case: Case, groups: Groups) -> Any:
     from ep_overlap.models.megatron import GPTParts
     from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
 
@@ -107,34 +156,41 @@ def _megatron(case: Case) -> Any:
         shared_expert_ffn_hidden_size=12 if case.shared else None,
         dtype=case.dtype,
     )
-    return GPTParts(build_gpt(sizes, new_expert_groups(case.ep), seed=3))
+    return GPTParts(build_gpt(sizes, groups.experts(case.ep), seed=3))
 
 
-def _shard(parts: Any, case: Case) -> None:
+def _shard(parts: Any, case: Case, groups: Groups) -> None:
     """Ordinary parameters over all ranks, experts over the ranks that hold the same."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    dense = _mesh(list(range(num_ranks)))
-    expert = _mesh(list(range(rank % case.ep, num_ranks, case.ep)))
+    is_hybrid = case.hybrid is not None
+    dense = groups.mesh(list(range(num_ranks)), is_hybrid=is_hybrid)
+    expert = groups.mesh(list(range(rank % case.ep, num_ranks, case.ep)), is_hybrid=is_hybrid)
     experts = frozenset(parts.expert_parameters())
 
     def mesh_of(name: str, param: nn.Parameter) -> DeviceMesh:
         return expert if param in experts else dense
 
     assert case.strategy is not None
+    outer = case.hybrid or "no_shard"
     for layer in parts.layers:
-        fully_shard(layer.module, mesh=mesh_of, strategy=case.strategy)
+        fully_shard(
+            layer.module,
+            mesh=mesh_of,
+            strategy=case.strategy,
+            outer_strategy=outer,
+            mp=case.mp,
+        )
     fully_shard(
         parts.module,
         mesh=mesh_of,
         strategy=case.strategy,
+        outer_strategy=outer,
+        mp=case.mp,
+        reduce_each_microbatch=case.reduce_each,
         grad_divisor=num_ranks,
-        runtime=Runtime(stream_kind=case.kind),
+        runtime=Runtime(stream_kind=case.kind, new_group=groups.group),
     )
     lifecycle_of(parts.module)  # builds the root, and with it the groups of its lanes
-
-
-def _mesh(ranks: list[int]) -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group(ranks, use_local_synchronization=True), "cpu")
 
 
 def batches(parts: Any, case: Case, seed: int, *, rank: int | None = None) -> list[Any]:
@@ -207,9 +263,9 @@ def named(losses: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"loss {index}": loss for index, loss in enumerate(losses)}
 
 
-def differences(case: Case, *, num_steps: int = 2) -> list[str]:
+def differences(case: Case, *, num_steps: int = 2, groups: Groups | None = None) -> list[str]:
     """Train the schedule beside the standard path: whatever is not bitwise equal or not right."""
-    ours, theirs = build(case), build(case)
+    ours, theirs = build(case, groups), build(case, groups)
     loss_fn, optimizers = loss_of(case), (sgd(ours), sgd(theirs))
     schedule = OverlapSchedule(ours, case.config, stream_kind=case.kind)
     found: list[str] = []

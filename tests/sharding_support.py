@@ -19,7 +19,7 @@ from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.shard import fully_shard
 from fsdp_hooks.streams import Span, StreamKind
 
-STRATEGIES = ("no_shard", "optim_grads_params")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WIDTH = 5
 VOCAB = 7
 
@@ -158,7 +158,7 @@ def clean(root: FsdpRoot) -> bool:
     """Between steps nothing unsharded is alive."""
     stats: ShardingStats = root.stats
     released = all(
-        not group.storage.is_allocated
+        not group.weights.whole.is_allocated
         for unit in root.units
         for group in unit.groups
         if group.releases

@@ -284,15 +284,15 @@ def failed_lane() -> tuple[str, bool, bool]:
     model, undisturbed = double(Stack), double(Stack)
     root = shard_stack(model)
     shard_stack(undisturbed)
-    group = root.inner_units[2].groups[0]
-    main, group._main = group._main, torch.empty(1, dtype=torch.float32)
+    weights = root.inner_units[2].groups[0].weights
+    shard, weights._shard = weights._shard, torch.empty(1, dtype=torch.float32)
     message = ""
     try:
         token_loss(model, tokens_of(rank))
     except BaseException as error:  # noqa: BLE001
         message = " ".join(getattr(error, "__notes__", []))
     at_rest = clean(root) and root.context.driver is Driver.REST
-    group._main = main
+    weights._shard = shard
     token_loss(model, tokens_of(rank)).backward()
     token_loss(undisturbed, tokens_of(rank)).backward()
     return message, at_rest, equal(whole_grads(model), whole_grads(undisturbed))

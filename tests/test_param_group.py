@@ -1,5 +1,7 @@
 """A group's weights and gradients: what goes through the door, what a reduction adds."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,11 +10,30 @@ from torch import Tensor, nn
 
 from ep_overlap.testing import RankPool
 from fsdp_hooks.collectives import GroupCommunicator, new_torch_group
+from fsdp_hooks.counters import Counters
+from fsdp_hooks.mesh import GroupMesh
 from fsdp_hooks.param_group import ParamGroup, ParamSlot
 from fsdp_hooks.placement import Placement, placements_of
+from fsdp_hooks.precision import dtypes_of
 
 
-def new_group(strategy: str) -> tuple[ParamGroup, GroupCommunicator]:
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """A group with what reduces it."""
+
+    group: ParamGroup
+    communicator: GroupCommunicator
+    each_microbatch: bool
+
+    def seal(self, microbatch: int, *, is_last: bool) -> None:
+        is_reduced = is_last or self.each_microbatch
+        self.group.gradients.seal(microbatch, is_last=is_last, is_reduced=is_reduced)
+
+    def reduce(self, divisor: int) -> None:
+        self.group.gradients.reduce(self.communicator, None, divisor=divisor)
+
+
+def new_group(strategy: str) -> Reduced:
     """Parameters ``[3, 2]`` and ``[5]``, a gap of padding between ranks."""
     mesh = world_mesh()
     module = nn.Module()
@@ -25,11 +46,14 @@ def new_group(strategy: str) -> tuple[ParamGroup, GroupCommunicator]:
     group = ParamGroup(
         slots,
         unit_name="unit",
-        mesh=mesh,
-        placements=placements.on_group_of(mesh.size()),
-        reduces_each_microbatch=placements.grad is Placement.SHARD,
+        mesh=GroupMesh(mesh),
+        placements=placements,
+        outer=Placement.REPLICATE,
+        dtypes=dtypes_of(torch.float64, None),
     )
-    return group, GroupCommunicator(new_torch_group(range(mesh.size()), "test"))
+    communicator = GroupCommunicator(new_torch_group(range(mesh.size()), "test"), Counters())
+    each_microbatch = placements.grad is Placement.SHARD
+    return Reduced(group=group, communicator=communicator, each_microbatch=each_microbatch)
 
 
 def full(shape: tuple[int, ...], value: float) -> Tensor:
@@ -38,14 +62,14 @@ def full(shape: tuple[int, ...], value: float) -> Tensor:
 
 def one_parameter_without_gradient(strategy: str) -> list[tuple[Tensor, Tensor]]:
     """Rank 0 gives a gradient of ``a`` alone, rank 1 of ``b`` alone; fresh memory holds NaN."""
-    group, communicator = new_group(strategy)
-    rank = dist.get_rank()
+    made = new_group(strategy)
+    group, rank = made.group, dist.get_rank()
     torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
     try:
         assert torch.empty(3).isnan().all()
-        group.accumulate(rank, 0, full((3, 2) if rank == 0 else (5,), 4.0))
-        group.seal(0, is_last=True)
-        group.reduce(communicator, 2)
+        group.gradients.accumulate(rank, 0, full((3, 2) if rank == 0 else (5,), 4.0))
+        made.seal(0, is_last=True)
+        made.reduce(2)
         group.publish()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -62,18 +86,18 @@ def test_a_parameter_without_gradient_contributes_zeros(ranks2: RankPool, strate
 
 def contributions(strategy: str) -> list[float]:
     """Two uses in microbatch 0, one in microbatch 1; two steps. Values of ``a``'s gradient."""
-    group, communicator = new_group(strategy)
+    made = new_group(strategy)
+    group, gradients = made.group, made.group.gradients
     values: list[float] = []
     for _ in range(2):
-        group.accumulate(0, 0, full((3, 2), 1.0))
-        group.accumulate(0, 1, full((3, 2), 32.0))  # of the next microbatch, meanwhile
-        group.accumulate(0, 0, full((3, 2), 2.0))
+        gradients.accumulate(0, 0, full((3, 2), 1.0))
+        gradients.accumulate(0, 1, full((3, 2), 32.0))  # of the next microbatch, meanwhile
+        gradients.accumulate(0, 0, full((3, 2), 2.0))
         for microbatch in (0, 1):
-            group.seal(microbatch, is_last=microbatch == 1)
-        num_sealed = 2 if group.reduces_each_microbatch else 1
-        for _ in range(num_sealed):
-            group.reduce(communicator, 1)
-        assert not group.holds_contributions(is_last=True)
+            made.seal(microbatch, is_last=microbatch == 1)
+        for _ in range(2 if made.each_microbatch else 1):
+            made.reduce(1)
+        assert not gradients.holds_contributions(is_last=True)
         assert all(param.grad is None for param in group.sharded_params) is (not values)
         group.publish()
         grad = group.sharded_params[0].grad
@@ -91,12 +115,13 @@ def test_contributions_add_up_by_microbatch_and_publish_adds_to_grad(
 
 
 def dropped(strategy: str) -> bool:
-    group, communicator = new_group(strategy)
-    group.accumulate(0, 0, full((3, 2), 1.0))
-    group.seal(0, is_last=False)
-    group.accumulate(0, 1, full((3, 2), 1.0))
-    if group.reduces_each_microbatch:
-        group.reduce(communicator, 1)
+    made = new_group(strategy)
+    group = made.group
+    group.gradients.accumulate(0, 0, full((3, 2), 1.0))
+    made.seal(0, is_last=False)
+    group.gradients.accumulate(0, 1, full((3, 2), 1.0))
+    if made.each_microbatch:
+        made.reduce(1)
     group.drop_grads()
     group.publish()
     return all(param.grad is None for param in group.sharded_params)

@@ -93,10 +93,10 @@ def test_grid_shows_lanes_side_by_side() -> None:
         shape=shape("m"),
         num_microbatches=1,
         order=OrderName.SERIAL,
-        sharding=Sharding(strategy=Strategy.OPTIM_GRADS),
+        sharding=Sharding(strategy=Strategy.NO_SHARD, reduce_each_microbatch=True),
     )
     assert grid(plan) == (
-        "serial: layers 1 moe, microbatches 1, optim_grads\n"
+        "serial: layers 1 moe, microbatches 1, no_shard\n"
         "\n"
         "   step  host      comp        comm            rs\n"
         "      0            0F.pre\n"

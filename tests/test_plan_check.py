@@ -158,8 +158,14 @@ def test_stale_waits_are_refused() -> None:
 
 
 def test_gathers_without_sharded_weights_are_refused() -> None:
-    plan = replace(PLAN, sharding=Sharding(strategy=Strategy.OPTIM_GRADS))
+    whole = Sharding(strategy=Strategy.NO_SHARD, reduce_each_microbatch=True)
     with pytest.raises(PlanError, match=r"UNSHARD\.root, but the weights of this plan are not"):
+        check(replace(PLAN, sharding=whole))
+
+
+def test_releasing_weights_that_stay_is_refused() -> None:
+    plan = replace(PLAN, sharding=Sharding(strategy=Strategy.OPTIM_GRADS))
+    with pytest.raises(PlanError, match=r"RESHARD\.L0, but the weights of this plan are not"):
         check(plan)
 
 

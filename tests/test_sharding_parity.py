@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ep_overlap.testing import RankPool
 from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.collectives import NewGroup
-from fsdp_hooks.optimizer import global_grad_norm, shard_optimizer
+from fsdp_hooks.grad_norm import global_grad_norm
+from fsdp_hooks.optimizer import shard_optimizer
 from fsdp_hooks.shard import fully_shard
 
 TOLERANCE = 1e-12
@@ -96,8 +97,8 @@ def parity_on_every_size() -> dict[str, dict[str, float]]:
 def test_gradients_weights_and_norm_equal_one_process_on_1_to_4_ranks(ranks4: RankPool) -> None:
     # M#3754 (strategies agree), P#176076 and M#5976 (a row for some ranks alone), Fast-LLM#550
     # (one rank), M#6489 (norm): Block.gain has one row, the others do not divide by the ranks.
-    results = ranks4.run(parity_on_every_size)
-    assert len(results[0]) == 4 * 2 * 2
+    results = ranks4.run(parity_on_every_size, timeout_s=240.0)
+    assert len(results[0]) == 4 * len(STRATEGIES) * 2
     for errors in results:
         for case, error in errors.items():
             worst = max(error["grads"], error["norm"])
@@ -152,7 +153,6 @@ def expert_parity(strategy: str) -> tuple[float, float, float, float]:
 
     fully_shard(model, mesh=mesh_of, strategy=strategy)
     optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert len(optimizer.param_groups) == 2
     for _ in range(2):
         optimizer.zero_grad()
         full.zero_grad()

@@ -19,6 +19,7 @@ from ep_overlap.commands.arguments import (
     TimelineArguments,
     TrainArguments,
 )
+from ep_overlap.commands.checkpoint_record import load_problems, load_remarks, save_problems
 from ep_overlap.commands.plan_arguments import plan_of
 from ep_overlap.links.speed import parse_rate
 from ep_overlap.plan.lower import Strategy
@@ -28,6 +29,7 @@ LINK_KINDS: Final = ("paced", "shaped")
 
 _COUNTS: Final = (
     "num_layers",
+    "num_blocks",
     "hidden_size",
     "num_attention_heads",
     "moe_layer_freq",
@@ -58,14 +60,18 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from _bad_model(args)
             yield from _bad_ranks(args, args.num_experts, environ)
             yield from _bad_setup(args)
-            yield from _bad_training(args)
+            yield from _bad_training(args, environ)
             if args.overlap_moe_expert_parallel_comm:
                 yield from _bad_plan(args)
         case BenchArguments():
-            yield from _bad_model(args)
-            yield from _bad_ranks(args, args.num_experts, environ)
-            yield from _bad_setup(args)
-            yield from _bad_link(args.link)
+            if args.link is not None:
+                yield from _bad_link(args.link)
+            if args.sharding:
+                yield from _bad_sharding(args, environ)
+            else:
+                yield from _bad_model(args)
+                yield from _bad_ranks(args, args.num_experts, environ)
+                yield from _bad_setup(args)
         case TimelineArguments():
             yield from _bad_window(args)
         case _:
@@ -86,12 +92,17 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
         if args.order is not None and not overlap:
             yield "--order has no effect without --overlap-moe-expert-parallel-comm"
     if isinstance(args, TrainArguments | BenchArguments):
-        overlap = isinstance(args, BenchArguments) or args.overlap_moe_expert_parallel_comm
+        if isinstance(args, BenchArguments):
+            overlap = not args.sharding
+        else:
+            overlap = args.overlap_moe_expert_parallel_comm
         if overlap and args.expert_parallel_size(environ) == 1:
             yield (
                 "there is nothing to hide with --expert-model-parallel-size 1: "
                 "a rank that has all experts exchanges nothing"
             )
+    if isinstance(args, TrainArguments) and args.load is not None:
+        yield from load_remarks(args.load, args)
     if isinstance(args, PlanArguments) and args.gradient_accumulation_fusion:
         yield "--gradient-accumulation-fusion does not change a plan"
 
@@ -118,12 +129,16 @@ def _bad_outputs(args: Arguments) -> Iterator[str]:
             yield f"{_spelled(name)} {path}: expected a file, got a directory"
 
 
-def _bad_model(args: ModelFlags) -> Iterator[str]:
+def _bad_heads(args: ModelFlags) -> Iterator[str]:
     if args.hidden_size % args.num_attention_heads:
         yield (
             f"--hidden-size {args.hidden_size} is not divisible by "
             f"--num-attention-heads {args.num_attention_heads}"
         )
+
+
+def _bad_model(args: ModelFlags) -> Iterator[str]:
+    yield from _bad_heads(args)
     if args.moe_router_topk > args.num_experts:
         yield (
             f"--moe-router-topk {args.moe_router_topk}: expected at most "
@@ -158,19 +173,21 @@ def _bad_setup(args: TrainArguments | BenchArguments) -> Iterator[str]:
         )
 
 
-def _bad_training(args: TrainArguments) -> Iterator[str]:
+def _bad_training(args: TrainArguments, environ: Mapping[str, str]) -> Iterator[str]:
     if not (math.isfinite(args.lr) and args.lr >= 0):
         yield f"--lr: expected a finite number, 0 or more, got {args.lr}"
     for name, is_set in (
         ("delay_wgrad_compute", args.delay_wgrad_compute),
         ("gradient_accumulation_fusion", args.gradient_accumulation_fusion),
-        ("save", args.save is not None),
-        ("load", args.load is not None),
     ):
         if is_set:
             yield f"{_spelled(name)} is not built yet; leave it out"
     if args.data is not None:
         yield from _bad_data(args.data, args.seq_length + 1)
+    if args.save is not None:
+        yield from save_problems(args.save)
+    if args.load is not None:
+        yield from load_problems(args.load, args, environ)
 
 
 def _bad_plan(args: TrainArguments) -> Iterator[str]:
@@ -202,6 +219,25 @@ def _bad_link(text: str) -> Iterator[str]:
         parse_rate(rate)
     except ValueError as error:
         yield f"--link {text!r}: {error}"
+
+
+def _bad_sharding(args: BenchArguments, environ: Mapping[str, str]) -> Iterator[str]:
+    yield from _bad_heads(args)
+    if args.host_overhead:
+        yield "--sharding and --host-overhead are two measurements; choose one"
+    if args.num_ranks(environ) < 2:
+        yield "--sharding with --nproc 1: expected 2 or more, since one rank has nothing to share"
+    if args.link is not None and args.link.startswith("paced:"):
+        yield (
+            f"--link {args.link} with --sharding: it would pace our communicators and not FSDP2's; "
+            "use shaped:RATE, which slows both, or leave it out"
+        )
+    for name, is_set in (
+        ("trace", args.trace is not None),
+        ("max_unsharded_units", args.max_unsharded_units is not None),
+    ):
+        if is_set:
+            yield f"{_spelled(name)} with --sharding: it has none; leave it out"
 
 
 def _bad_window(args: TimelineArguments) -> Iterator[str]:

@@ -17,6 +17,11 @@ from typing import Any, Final, NoReturn, TypeGuard, cast, override
 
 from ep_overlap.plan.lower import Strategy
 
+DEFAULT_LINK: Final = "paced:800mbit"
+"""Of ``bench``."""
+PLAIN_LINK: Final = "plain"
+"""Not to be asked for: the ranks' own link, neither paced nor shaped."""
+
 
 class ModelName(StrEnum):
     """``--model``."""
@@ -38,6 +43,12 @@ class OptimizerName(StrEnum):
 
     ADAMW = "adamw"
     SGD = "sgd"
+
+
+class ShardingPeer(StrEnum):
+    """``--against``."""
+
+    FSDP2 = "fsdp2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +181,9 @@ class TrainArguments(
     train_iters: int = _flag(20, "optimizer steps")
     lr: float = _flag(1e-3, "learning rate")
     optimizer: OptimizerName = _flag(OptimizerName.ADAMW, "optimizer of torch.optim")
-    save: Path | None = _flag(
-        None, "write a checkpoint to DIR after the last step (not built yet)", metavar="DIR"
-    )
+    save: Path | None = _flag(None, "write a checkpoint to DIR after the last step", metavar="DIR")
     load: Path | None = _flag(
-        None, "go on from the checkpoint in DIR (not built yet)", metavar="DIR"
+        None, "go on from the checkpoint in DIR, up to --train-iters steps in all", metavar="DIR"
     )
     check_parity: bool = _flag(
         False, "run the same step without overlap beside it, and compare bit for bit"
@@ -208,12 +217,13 @@ class TimelineArguments(ResultFlags):
 class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlags, ResultFlags):
     """measuring"""
 
-    link: str = _flag(
-        "paced:800mbit",
-        "paced:RATE waits in the communicator; shaped:RATE shapes a network namespace (root)",
+    link: str | None = _flag(
+        None,
+        "paced:RATE waits in the communicator; shaped:RATE shapes a network namespace (root); "
+        f"default: {DEFAULT_LINK}, and with --sharding the link as it is",
         metavar="KIND:RATE",
     )
-    rounds: int = _flag(7, "rounds, each one step of off, plain and paired")
+    rounds: int = _flag(7, "rounds, each one step of every variant")
     moe_router_force_load_balancing: bool = _flag(
         True, "spread tokens evenly over the experts; --no-...: as the router learns, skew and all"
     )
@@ -222,6 +232,13 @@ class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlag
     host_overhead: bool = _flag(
         False, "measure what the schedule itself costs the host instead; needs no ranks"
     )
+    sharding: bool = _flag(
+        False, "measure sharding alone instead: a dense model, module hooks, optim_grads_params"
+    )
+    against: ShardingPeer = _flag(
+        ShardingPeer.FSDP2, "what --sharding compares with: torch's fully_shard"
+    )
+    num_blocks: int = _flag(6, "with --sharding: transformer blocks, each a unit")
     # Sizes for which communication at the default rate is about 60% of compute on one core a rank.
     num_layers: int = _flag(2, "transformer layers")
     hidden_size: int = _flag(256, "width of the residual stream")
@@ -230,6 +247,13 @@ class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlag
     seq_length: int = _flag(128, "tokens of a sequence")
     micro_batch_size: int = _flag(4, "sequences of a microbatch, per rank")
     num_microbatches: int = _flag(8, "microbatches of a step, per rank")
+
+    @property
+    def link_in_use(self) -> str:
+        """``--link``, by default the one that the measurement is meant for."""
+        if self.link is not None:
+            return self.link
+        return PLAIN_LINK if self.sharding else DEFAULT_LINK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +278,7 @@ SUMMARIES: Final = MappingProxyType(
         "train": "train a MoE model on the bytes of a text",
         "plan": "print or check the actions of a step; needs no torch",
         "timeline": "draw a trace",
-        "bench": "time a step without overlap, with the plain and with the paired order",
+        "bench": "time a step without overlap, with plain and with paired order; or sharding alone",
         "doctor": "what this machine has, and which features that allows",
     }
 )

@@ -1,5 +1,8 @@
 """``ep-overlap bench``: off, plain and paired on one link, alternating in one process.
 
+Its other measurements are in files of their own: ``--sharding`` in ``bench_sharding.py``,
+``--host-overhead`` in ``report/host_overhead.py``.
+
 Each variant is a model of its own, from the same seed, trained on the same text: equal losses say
 that they did the same work. A round is one step of each. All figures are medians over rounds.
 """
@@ -17,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ep_overlap.commands import bench_sharding
 from ep_overlap.commands.arguments import BenchArguments
 from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.results import write_json, write_trace
@@ -51,7 +55,7 @@ def run(args: BenchArguments) -> int:
     """
     if args.host_overhead:
         return _host_overhead(args)
-    kind, _, rate = args.link.partition(":")
+    kind, _, rate = args.link_in_use.partition(":")
     if "RANK" not in os.environ:
         choose_device(args.device)
         with ExitStack() as stack:
@@ -59,6 +63,8 @@ def run(args: BenchArguments) -> int:
             if kind == "shaped":
                 link = stack.enter_context(ShapedLink(num_ranks=args.nproc, rate=rate))
             return launch(own_command(), nproc=args.nproc, netns=link)
+    if args.sharding:
+        return bench_sharding.run(args)
     speed = None
     if kind == "paced":
         speed = LinkSpeed(bytes_per_s=parse_rate(rate), latency_s=LATENCY_S)
@@ -67,7 +73,7 @@ def run(args: BenchArguments) -> int:
         with running():
             for round_number in track(
                 range(NUM_WARMUP_ROUNDS + args.rounds),
-                description=f"{args.model} on {args.link}",
+                description=f"{args.model} on {args.link_in_use}",
                 console=Console(stderr=True, quiet=world.rank != 0),
                 transient=True,
             ):
@@ -186,7 +192,7 @@ class _Bench:
         variants = {name: self._variant_result(samples) for name, samples in self._samples.items()}
         default = variants[VARIANTS[-1]]
         return {
-            "link": self._args.link,
+            "link": self._args.link_in_use,
             "model": str(self._args.model),
             "strategy": str(self._args.data_parallel_sharding_strategy),
             "num_ranks": self._world.size,

@@ -65,7 +65,7 @@ class History:
         return {
             "losses": [step.loss for step in steps],
             "grad_norms": [step.grad_norm for step in steps],
-            "step_time_s": median(step.step_time_s for step in steady),
+            "step_time_s": median(step.step_time_s for step in steady) if steady else None,
             "comm_s": median(share.comm_s for share in shares) if shares else None,
             "hidden_share": HiddenShare.total(shares).as_json() if shares else None,
             "num_all_gathers": stats.num_all_gathers,
@@ -90,8 +90,8 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(total: int, *, quiet: bool) -> Generator[Bar]:
-    """A progress bar on stderr; ``quiet`` on all ranks but the first."""
+def progress_bar(total: int, *, done: int, quiet: bool) -> Generator[Bar]:
+    """A progress bar on stderr; ``done`` before it starts; ``quiet`` on all ranks but the first."""
     progress = Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -101,12 +101,17 @@ def progress_bar(total: int, *, quiet: bool) -> Generator[Bar]:
         console=Console(stderr=True, quiet=quiet),
     )
     with progress:
-        yield Bar(progress, progress.add_task("train", total=total, status="starting"))
+        yield Bar(
+            progress, progress.add_task("train", total=total, completed=done, status="starting")
+        )
 
 
 def report(result: Mapping[str, Any]) -> None:
     """Print a result in a few lines."""
     losses = result["losses"]
+    if not losses:
+        print("no step was left to do")
+        return
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     print(f"step {result['step_time_s'] * 1e3:.1f} ms (median)", end="")
     shares = result["hidden_share"] or {}

@@ -9,6 +9,8 @@ from typing import final
 import torch
 
 from ep_overlap.commands.arguments import TrainArguments
+from ep_overlap.commands.checkpoint_record import Start
+from ep_overlap.commands.checkpointing import load, save
 from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.history import History, Iteration, progress_bar, report
 from ep_overlap.commands.parity import Parity, compare, worse
@@ -20,7 +22,7 @@ from ep_overlap.commands.world import Meshes, World, choose_device, open_world
 from ep_overlap.config import OverlapConfig
 from ep_overlap.processes.launch import launch
 from ep_overlap.run.trace import ChromeTrace, StepTrace
-from fsdp_hooks.optimizer import global_grad_norm
+from fsdp_hooks.grad_norm import global_grad_norm
 
 
 def run(args: TrainArguments) -> int:
@@ -61,6 +63,9 @@ def _train(args: TrainArguments, world: World) -> None:
     recipe = recipe_of(args)
     meshes = Meshes.of(world, recipe.expert_parallel_size)
     trainee = build_trainee(recipe, world, meshes)
+    start = Start.of(args, world.size)
+    if args.load is not None:
+        load(args.load, trainee, world, lr=args.lr)
     stepper: Stepper
     if args.overlap_moe_expert_parallel_comm:
         stepper = ScheduledStep(trainee, overlap_config(args), world)
@@ -69,21 +74,26 @@ def _train(args: TrainArguments, world: World) -> None:
     baseline = None
     if args.check_parity:
         twin = build_trainee(recipe, world, meshes)
+        if args.load is not None:
+            load(args.load, twin, world, lr=args.lr)
         baseline = _Baseline(trainee, twin, StandardStep(twin, args.num_microbatches, world), world)
     step_tokens = args.seq_length * args.micro_batch_size * args.num_microbatches * world.size
     history = History(step_tokens=step_tokens)
     chrome = None if args.trace is None else ChromeTrace(rank=world.rank, origin_ns=0)
-    with running(), progress_bar(args.train_iters, quiet=world.rank != 0) as progress:
-        for iteration in range(args.train_iters):
-            pairs = data.microbatches(iteration, args.num_microbatches)
+    bar = progress_bar(args.train_iters, done=start.iteration, quiet=world.rank != 0)
+    with running(), bar as progress:
+        for iteration in range(start.iteration, args.train_iters):
+            pairs = data.microbatches(start.batch_of(iteration), args.num_microbatches)
             pairs = [(a.to(world.device), b.to(world.device)) for a, b in pairs]
             done, trace = _iterate(trainee, stepper, baseline, pairs, world)
             history.add(done)
             if chrome is not None and trace is not None:
                 chrome.add(trace, step=iteration + 1)  # as the progress bar counts
             progress.advance(history.line())
+        if args.save is not None:
+            save(args.save, trainee, start.after(args), world)
     parity = None if baseline is None else baseline.parity
-    result = history.result(trainee.lifecycle.stats, parity)
+    result = history.result(trainee.lifecycle.stats, parity) | {"first_iteration": start.iteration}
     write_trace(args.trace, chrome, world)
     if world.rank == 0:
         write_json(args.json, result)

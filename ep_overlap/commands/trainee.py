@@ -56,6 +56,10 @@ class PartsForTraining(ModelParts[Any, Any], Protocol):
         """Parameters that belong to one expert."""
         ...
 
+    def global_name(self, name: str) -> str:
+        """A parameter's name in the model of all expert-parallel ranks."""
+        ...
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

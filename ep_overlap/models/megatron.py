@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, issued
+from ep_overlap.models.megatron_build import global_name
 from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.run.layer import Carry, Collective, Tokens
@@ -212,6 +213,10 @@ class GPTParts:
         for layer in _transformer_layers(self._model):
             if isinstance(layer.mlp, MoELayer):
                 yield from cast(nn.Module, layer.mlp.experts).parameters()
+
+    def global_name(self, name: str) -> str:
+        """A parameter's name in the model of all expert-parallel ranks."""
+        return global_name(self._model, name)
 
     def batch(self, tokens: Tensor, targets: Tensor) -> GPTBatch:
         """Inputs for causal attention. ``tokens``, ``targets``: ``[B, S]`` int64.

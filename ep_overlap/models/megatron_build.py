@@ -163,22 +163,26 @@ def _initialise(model: GPTModel, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # a norm's weight, which stays 1
                 continue
-            torch.manual_seed(zlib.crc32(f"{seed}.{_global_name(model, name)}".encode()))
+            torch.manual_seed(zlib.crc32(f"{seed}.{global_name(model, name)}".encode()))
             if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
                 config.output_layer_init_method(parameter)
             else:
                 config.init_method(parameter)
 
 
-def _global_name(model: GPTModel, name: str) -> str:
-    """The parameter's name with its expert's index in the whole model instead of on this rank."""
+def global_name(model: GPTModel, name: str) -> str:
+    """The parameter's name with its expert's index in the whole model instead of on this rank.
+
+    It is the parameter's name in the same model built without expert parallelism.
+    """
     layer, *expert = name.split(".mlp.experts.local_experts.")
     if not expert:
         return name
     local_index, rest = expert[0].split(".", 1)
     moe = cast(TransformerLayer, model.get_submodule(layer)).mlp
     assert isinstance(moe, MoELayer), f"{layer} has experts"
-    return f"{layer}.experts.{moe.local_expert_indices[int(local_index)]}.{rest}"
+    index = moe.local_expert_indices[int(local_index)]
+    return f"{layer}.mlp.experts.local_experts.{index}.{rest}"
 
 
 @contextmanager

@@ -385,6 +385,11 @@ class MoETransformer(nn.Module):
             if isinstance(layer, MoELayer):
                 yield from layer.experts.parameters()
 
+    def global_name(self, name: str) -> str:
+        """A parameter's name in the model of all expert-parallel ranks: experts are named by their
+        index there already."""
+        return name
+
 
 def cross_entropy(output: Tensor, batch: Batch) -> Tensor:
     """The mean loss of a batch, in float32 or better: a scalar. ``output``: ``[S, B, V]``."""

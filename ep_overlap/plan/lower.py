@@ -19,7 +19,7 @@ from ep_overlap.plan.action import (
     UnitOp,
 )
 from ep_overlap.plan.residency import Window, default_budget, residency, split_groups
-from ep_overlap.plan.units import unit_given
+from ep_overlap.plan.units import unit_given, unit_read
 
 
 class Strategy(StrEnum):
@@ -34,6 +34,12 @@ class Strategy(StrEnum):
     def shards_params(self) -> bool:
         """Whether weights are gathered before use and released after."""
         return self is Strategy.OPTIM_GRADS_PARAMS
+
+    @property
+    def shards_main(self) -> bool:
+        """Whether the weights that the optimizer updates are shards: those that compute reads must
+        then be gathered, once a step or before every use."""
+        return self is not Strategy.NO_SHARD
 
     @property
     def shards_grads(self) -> bool:
@@ -103,6 +109,8 @@ def add_sharding(actions: Sequence[Action], sharding: Sharding) -> list[Action]:
     if sharding.strategy.shards_params:
         # After add_reduce, so that at one place gathers, which compute waits for, come first.
         lowered = add_residency(lowered, budget=sharding.budget(actions))
+    elif sharding.strategy.shards_main:
+        lowered = add_weight_sync(lowered)
     return lowered
 
 
@@ -144,6 +152,17 @@ def add_residency(actions: Sequence[Action], *, budget: int) -> list[Action]:
         lowered += placer.release(reader=index)
         lowered += placer.gather(group=group)
     return [*lowered, UnitAction(UnitOp.RESHARD, ROOT_UNIT)]
+
+
+def add_weight_sync(actions: Sequence[Action]) -> list[Action]:
+    """Gather every unit once, ahead of its first reader, to stay: the optimizer has changed main
+    weights since the last step."""
+    num_units = len({unit_read(action) for action in actions})
+    return [
+        action
+        for action in add_residency(actions, budget=num_units)
+        if not (isinstance(action, UnitAction) and action.op is UnitOp.RESHARD)
+    ]
 
 
 class _Placer:
