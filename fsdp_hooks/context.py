@@ -90,17 +90,20 @@ class ShardContext:
         self._communicators = _make_communicators(meshes, runtime.new_group, self.counters)
 
     def communicators(self, mesh: GroupMesh) -> tuple[Communicators | None, Communicators | None]:
-        """Over the inner and over the outer ranks; None for a rank alone: it has nobody to talk to."""
+        """Over the inner and over the outer ranks; None for a rank alone, which talks to nobody."""
         made = self._communicators
-        return made.get(mesh.inner.members), made.get(mesh.outer.members)
+        inner, outer = (made[r.members] if r.size > 1 else None for r in (mesh.inner, mesh.outer))
+        return inner, outer
 
 
 def _make_communicators(
     meshes: Sequence[GroupMesh], new_group: NewGroup, counters: Counters
 ) -> Mapping[tuple[int, ...], Communicators]:
     made: dict[tuple[int, ...], Communicators] = {}
-    for ranks in (ranks for mesh in meshes for ranks in (mesh.inner, mesh.outer)):
-        if ranks.size == 1 or ranks.members in made:
+    for ranks in (ranks for mesh in meshes for ranks in mesh.dimensions):
+        # A rank alone makes groups too: torch names a group after how many its process holds, so
+        # a rank that had made fewer than others could not meet them in the next.
+        if ranks.members in made:
             continue
         suffix = "-".join(map(str, ranks.members))
         made[ranks.members] = Communicators(

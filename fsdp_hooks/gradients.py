@@ -128,7 +128,12 @@ class Gradients:
                 "contributions are complete, then reduce()"
             )
         grads, is_last = self._sealed.popleft()
-        reduced = self._reduced(self._pack(grads), inner, divisor)
+        # A sum of many gradients can leave float16's range, where their mean does not.
+        scales_first = self._dtypes.reduce is torch.float16 and divisor != 1
+        whole = self._pack(grads, 1.0 / divisor if scales_first else None)
+        reduced = self._reduced(whole, inner)
+        if not scales_first and divisor != 1:
+            reduced.mul_(1.0 / divisor)
         if outer is None:
             held = self._step_grad
             self._step_grad = reduced if held is None else held.add_(reduced)
@@ -168,8 +173,9 @@ class Gradients:
         """A contribution as a sum over microbatches begins with it: 256 + 1 is 256 in bfloat16."""
         return grad.to(self._dtypes.main)
 
-    def _pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The flat input of the reduction. Padding keeps what memory held; nobody reads it."""
+    def _pack(self, grads: Sequence[Tensor | None], scale: float | None) -> Tensor:
+        """The flat input of the reduction, scaled before it is cast. Padding keeps what memory
+        held; nobody reads it."""
         whole = torch.empty(self._layout.numel, dtype=self._dtypes.reduce, device=self._device)
         views: list[Tensor] = []
         present: list[Tensor] = []
@@ -179,28 +185,21 @@ class Gradients:
                 view.zero_()
             else:
                 views.append(view)
-                present.append(grad)
+                present.append(grad if scale is None else grad * scale)
         if views:
             torch._foreach_copy_(views, present)  # pyright: ignore[reportPrivateUsage]
         return whole
 
-    def _reduced(self, whole: Tensor, inner: Communicator | None, divisor: int) -> Tensor:
-        """The mean, as far as inner ranks have it: AVG as SUM and scaling. (gloo has no AVG, and an
-        expert's group is smaller than the number of ranks whose tokens it saw.)"""
-        # A sum of many ranks' gradients can leave float16's range, where their mean does not.
-        scales_first = whole.dtype is torch.float16
-        if scales_first and divisor != 1:
-            whole.mul_(1.0 / divisor)
+    def _reduced(self, whole: Tensor, inner: Communicator | None) -> Tensor:
+        """The sum over inner ranks. Scaling is apart: gloo has no AVG, and an expert's group is
+        smaller than the number of ranks whose tokens it saw."""
         reduced = whole
         if inner is not None and self._placement is Placement.SHARD:
             reduced = whole.new_empty(self._shard_numel)
             inner.reduce_scatter(reduced, whole)
         elif inner is not None:
             inner.all_reduce(reduced)
-        reduced = reduced.to(self._dtypes.main)
-        if not scales_first and divisor != 1:
-            reduced.mul_(1.0 / divisor)
-        return reduced
+        return reduced.to(self._dtypes.main)
 
     def _summed_outside(self, inner_sum: Tensor, outer: Communicator) -> Tensor:
         if self._main_numel == self._shard_numel:

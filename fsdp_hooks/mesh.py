@@ -61,6 +61,11 @@ class GroupMesh:
             return Ranks(members=(dist.get_rank(),), position=0)
         return self._ranks(0)
 
+    @property
+    def dimensions(self) -> tuple[Ranks, ...]:
+        """Inner, and outer if the mesh has it: the same number on every rank."""
+        return (self.inner,) if self.device_mesh.ndim == 1 else (self.inner, self.outer)
+
     def _ranks(self, dim: int) -> Ranks:
         group = self.device_mesh.get_group(dim)
         members = tuple(dist.get_process_group_ranks(group))

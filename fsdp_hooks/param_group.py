@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_hooks.buffer import rows_of
 from fsdp_hooks.gradients import Gradients
-from fsdp_hooks.layout import ParamExtent, flat_layout
+from fsdp_hooks.layout import flat_layout
 from fsdp_hooks.mesh import GroupMesh
 from fsdp_hooks.placeholder import Placeholder, placeholder_for, relinquish
 from fsdp_hooks.placement import WHOLE, Placement, Placements
@@ -171,12 +171,20 @@ class ParamGroup:
         """Host, after every reduction: add the step's gradient to ``.grad``."""
         if (step_grad := self.gradients.take()) is None:
             return
-        for param, extent in zip(self.sharded_params, self._extents, strict=True):
-            local = self._local_rows(step_grad, extent)
+        for index, param in enumerate(self.sharded_params):
+            local = self._local_rows(step_grad, index)
             if param.grad is None:
-                param.grad = self._as_dtensor(local, extent.shape)
+                param.grad = self.as_sharded(index, local)
             else:
                 _local_of(param.grad).add_(local)
+
+    def as_sharded(self, index: int, local: Tensor) -> DTensor:
+        """A DTensor like sharded parameter ``index``, over other rows of the same shape."""
+        like = self.sharded_params[index]
+        assert isinstance(like, DTensor), "a sharded parameter is a DTensor"
+        # from_local takes 38 us to make another spec, for each gradient of each step.
+        spec = like._spec  # pyright: ignore[reportPrivateUsage]
+        return DTensor(local, spec, requires_grad=False)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """As ``nn.Module.zero_grad``, for the sharded parameters."""
@@ -207,9 +215,21 @@ class ParamGroup:
         return self._marked(index, nn.Parameter(view, requires_grad=self.requires_grad))
 
     def _make_sharded_param(self, index: int) -> nn.Parameter:
-        extent = self._extents[index]
-        local = self._local_rows(self.weights.main, extent)
-        sharded = self._as_dtensor(local, extent.shape)
+        """A DTensor of the parameter's global shape over this rank's rows of the main weights.
+
+        Where sharded, the rows a rank holds follow the flat layout, not ``torch.chunk``: what is
+        elementwise is right, ``full_tensor()`` is not (see docs/decisions.md).
+        """
+        shape = self._extents[index].shape
+        over = [self.outer, self.placements.main][-self.mesh.device_mesh.ndim :]
+        sharded = DTensor.from_local(
+            self._local_rows(self.weights.main, index),
+            self.mesh.device_mesh,
+            [Shard(0) if placement is Placement.SHARD else Replicate() for placement in over],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
         return self._marked(index, nn.Parameter(sharded, requires_grad=self.requires_grad))
 
     def _marked(self, index: int, param: nn.Parameter) -> nn.Parameter:
@@ -217,25 +237,9 @@ class ParamGroup:
         vars(param).update(vars(self.slots[index].param))
         return param
 
-    def _local_rows(self, part: Tensor, extent: ParamExtent) -> Tensor:
+    def _local_rows(self, part: Tensor, index: int) -> Tensor:
         """This rank's rows of a parameter, in main weights or in a gradient laid out like them."""
-        return rows_of(part, extent, start=self.weights.main_start)
-
-    def _as_dtensor(self, local: Tensor, shape: tuple[int, ...]) -> DTensor:
-        """A DTensor of the parameter's global shape over ``local``.
-
-        Where sharded, the rows a rank holds follow the flat layout, not ``torch.chunk``: what is
-        elementwise is right, ``full_tensor()`` is not (see docs/decisions.md).
-        """
-        over = [self.outer, self.placements.main][-self.mesh.device_mesh.ndim :]
-        return DTensor.from_local(
-            local,
-            self.mesh.device_mesh,
-            [Shard(0) if placement is Placement.SHARD else Replicate() for placement in over],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=torch.empty(shape, device="meta").stride(),
-        )
+        return rows_of(part, self._extents[index], start=self.weights.main_start)
 
 
 def _local_of(tensor: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class FsdpRoot:
         self.inner_units = tuple(units)
         self.context = context
         self._has_current_weights = False
-        """Whether compute weights were filled in this step, between optimizer steps."""
+        """Whether compute weights were filled within ``microbatch(is_last=False)``: no optimizer
+        has stepped since."""
         self._by_module: Mapping[nn.Module, FsdpUnit] = {unit.module: unit for unit in self.units}
 
     @property
@@ -76,10 +77,18 @@ class FsdpRoot:
             )
         for unit in self.units:
             unit.check_at_rest()
-        is_fresh, self._has_current_weights = self._has_current_weights, True
+        self._swap_in(is_fresh=self._note_forward())
+        self.context.driver = driver
+
+    def _note_forward(self) -> bool:
+        """A forward begins. Whether compute weights are those that it may read."""
+        is_fresh = self._has_current_weights
+        self._has_current_weights = not self.context.is_last_microbatch
+        return is_fresh
+
+    def _swap_in(self, *, is_fresh: bool) -> None:
         for unit in self.units:
             unit.swap_in(is_fresh=is_fresh)
-        self.context.driver = driver
         # Gathers read main weights, which the optimizer, in the caller's stream, may still write.
         self.context.caller.hold(self.context.ag)
 
@@ -97,7 +106,7 @@ class FsdpRoot:
         """
         context = self.context
         try:
-            self.release_all()
+            self._release_all()
             # The optimizer, in the caller's stream, must not read gradients before they are
             # reduced nor change main weights while a gather still reads them.
             for stream in (context.rs, context.ag):
@@ -121,6 +130,17 @@ class FsdpRoot:
         self._has_current_weights = False
 
     def release_all(self) -> None:
+        """A forward begins while an earlier one has had no backward: release what that one left.
+
+        Nor does what it filled count any more, where it stays: there may be no backward to come
+        (a validation loss), and the optimizer may have stepped since.
+        """
+        self._release_all()
+        if not self._note_forward():
+            self.context.caller.wait_stream(self.context.ag)
+            self._swap_in(is_fresh=False)
+
+    def _release_all(self) -> None:
         """Issue the release of every unit that is still gathered, behind the caller's work."""
         for unit in self.units:
             if unit.releases and unit.state is UnitState.UNSHARDED:
@@ -136,4 +156,3 @@ class FsdpRoot:
         self.refresh_compute_weights()
         self.context.driver = Driver.REST
         self.context.microbatch = 0
-        self.context.is_last_microbatch = True

@@ -23,6 +23,7 @@ from fsdp_hooks.hooks import ModuleHooks
 from fsdp_hooks.lifecycle import ShardedModule
 from fsdp_hooks.materialize import InitFn, materialize, reset_parameters
 from fsdp_hooks.mesh import GroupMesh
+from fsdp_hooks.module_state import hook_module_state
 from fsdp_hooks.param_group import ParamGroup, ParamSlot
 from fsdp_hooks.placeholder import Relinquished
 from fsdp_hooks.placement import Placement, outer_placement_of, placements_of
@@ -163,6 +164,7 @@ def fully_shard[ModuleT: nn.Module](
     for group in groups:
         group.install(group.sharded_params)
         group.relinquish(_title(module))
+    hook_module_state(module, groups)
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (_Sharded, cls), {})
     recipe = _Recipe(
@@ -181,7 +183,7 @@ def _own_parameters(module: nn.Module) -> list[ParamSlot]:
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, child in _outside_of_units(module, ""):
-        for attribute, param in child.named_parameters(recurse=False):
+        for attribute, param in child.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(param, []).append((child, attribute))
             names.setdefault(param, f"{prefix}{attribute}")
     for param, name in names.items():

@@ -17,10 +17,14 @@ PUBLIC = [
     ("ep_overlap", "OverlapSchedule", "ep_overlap.schedule"),
     ("ep_overlap", "build_plan", "ep_overlap.plan.build"),
     ("fsdp_hooks", "GradScaler", "fsdp_hooks.grad_scaler"),
+    ("fsdp_hooks", "MixedPrecision", "fsdp_hooks.precision"),
     ("fsdp_hooks", "clip_grad_norm_", "fsdp_hooks.grad_norm"),
     ("fsdp_hooks", "fully_shard", "fsdp_hooks.shard"),
+    ("fsdp_hooks", "load_state_dict", "fsdp_hooks.checkpoint"),
     ("fsdp_hooks", "microbatch", "fsdp_hooks.accumulation"),
     ("fsdp_hooks", "shard_optimizer", "fsdp_hooks.optimizer"),
+    ("fsdp_hooks", "state_dict", "fsdp_hooks.checkpoint"),
+    ("fsdp_hooks", "state_dict_to_fill", "fsdp_hooks.checkpoint"),
 ]
 
 
