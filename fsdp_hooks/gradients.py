@@ -43,6 +43,7 @@ class Gradients:
         shard_numel: elements that a reduction over the inner ranks leaves here.
         main_numel: elements that this rank's main weights have.
         placement: over the inner ranks, of the main weights and so of their gradients.
+        has_outer: whether outer ranks add up their sums, once a step.
         dtypes: of the group.
         device: of the parameters.
     """
@@ -54,6 +55,7 @@ class Gradients:
         shard_numel: int,
         main_numel: int,
         placement: Placement,
+        has_outer: bool,
         dtypes: Dtypes,
         device: torch.device,
     ) -> None:
@@ -61,11 +63,14 @@ class Gradients:
         self._shard_numel = shard_numel
         self._main_numel = main_numel
         self._placement = placement
+        self._has_outer = has_outer
         self._dtypes = dtypes
         self._device = device
         self._pending: dict[int, Grads] = {}
         self._accumulated: Grads | None = None
         self._sealed: deque[_Sealed] = deque()
+        self._awaits_outer = False
+        """In the comp lane, ahead of the rs lane: whether the step's sum has yet to go outside."""
         self._inner_sum: Tensor | None = None
         """Of the step so far, where outer ranks have yet to add theirs; main dtype."""
         self._step_grad: Tensor | None = None
@@ -101,6 +106,7 @@ class Gradients:
             grads = [None if grad is None else self._own(grad) for grad in grads]
         self._accumulated = None if is_reduced else grads
         if is_reduced:
+            self._awaits_outer = self._has_outer and not is_last
             self._sealed.append(_Sealed(grads, is_last))
 
     def reduce(
@@ -155,16 +161,21 @@ class Gradients:
     def holds_contributions(self, *, is_last: bool) -> bool:
         """Whether gradients wait for ``seal``, or an end of the step for what was accumulated."""
         return bool(self._pending) or (
-            is_last and not (self._accumulated is None and self._inner_sum is None)
+            is_last and (self._accumulated is not None or self._awaits_outer)
         )
 
     def drop(self) -> None:
         """After a failure: forget all of this step's contributions."""
         self._pending.clear()
-        self._accumulated = None
         self._sealed.clear()
-        self._inner_sum = None
         self._step_grad = None
+        self.drop_kept()
+
+    def drop_kept(self) -> None:
+        """Host, between backwards: forget what earlier microbatches left for the step's end."""
+        self._accumulated = None
+        self._awaits_outer = False
+        self._inner_sum = None
 
     def _none(self) -> Grads:
         return [None] * len(self._layout.extents)

@@ -32,8 +32,9 @@ from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.streams import Event
 from fsdp_hooks.unit import FsdpUnit
 
-MAX_REDUCTIONS_IN_FLIGHT: Final = 2
-"""On the standard path: units whose whole gradients wait to be reduced, besides the current one."""
+MAX_REDUCTIONS_IN_FLIGHT: Final = 1
+"""On the standard path: reductions issued and not waited for, while the next unit's gradients are
+made. As a schedule's (``REDUCE_DEPTH``): one set is filled, one is reduced; FSDP2 waits likewise."""
 
 
 # Note [hooks in a graph]

@@ -8,15 +8,14 @@
         fully_shard(layer, mesh=mesh)           # one layer whole, then its shard
     fully_shard(model, mesh=mesh)
 
-As FSDP1's ``param_init_fn``. Tied parameters stay tied.
+As FSDP1's ``param_init_fn``. Tied parameters stay tied, and so do a unit's tied buffers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_hooks.placeholder import Placeholder
 
@@ -48,46 +47,39 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def materialize(
-    modules: Sequence[tuple[str, nn.Module]],
-    mesh_of: Callable[[str, nn.Parameter], DeviceMesh],
-    init_fn: InitFn,
-) -> None:
+def materialize(modules: Iterable[nn.Module], device: str, init_fn: InitFn) -> None:
     """Give memory to what is on ``meta``, and values to the modules that hold it.
 
     Args:
-        modules: ``(prefix of its parameters' names, module)``, of one unit.
-        mesh_of: a parameter's mesh; all go to the device of the first one's.
+        modules: of one unit.
+        device: where their memory is to be.
         init_fn: called once for each module that held something on ``meta``.
 
     Raises:
         ValueError: a module cannot fill itself.
     """
-    named = ((f"{prefix}{n}", p) for prefix, m in modules for n, p in m.named_parameters("", False))
-    if (first := next(named, None)) is None:
-        return
-    device = mesh_of(*first).device_type
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for _, module in modules:
-        params = [(n, p) for n, p in module.named_parameters(recurse=False) if _is_meta(p)]
-        buffers = [(n, b) for n, b in module.named_buffers(recurse=False) if b.is_meta]
-        for name, param in params:
-            if param not in made:
-                made[param] = _with_memory(param, device)
-            setattr(module, name, made[param])
-        for name, buffer in buffers:
-            setattr(module, name, torch.empty_like(buffer, device=device))
-        if params or buffers:
+    made: dict[Tensor, Tensor] = {}
+    for module in modules:
+        params = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        on_meta = [(name, tensor) for name, tensor in (*params, *buffers) if _is_meta(tensor)]
+        for name, tensor in on_meta:
+            if tensor not in made:
+                made[tensor] = _with_memory(tensor, device)
+            setattr(module, name, made[tensor])
+        if on_meta:
             init_fn(module)
 
 
-def _is_meta(param: nn.Parameter) -> bool:
+def _is_meta(tensor: Tensor) -> bool:
     """A relinquished parameter, which no unit may take, answers no such question."""
-    return not isinstance(param, Placeholder) and param.is_meta
+    return not isinstance(tensor, Placeholder) and tensor.is_meta
 
 
-def _with_memory(param: nn.Parameter, device: str) -> nn.Parameter:
-    memory: Tensor = torch.empty_like(param, device=device)
-    made = nn.Parameter(memory, requires_grad=param.requires_grad)
-    vars(made).update(vars(param))  # frameworks mark parameters
+def _with_memory(tensor: Tensor, device: str) -> Tensor:
+    memory: Tensor = torch.empty_like(tensor, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return memory
+    made = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    vars(made).update(vars(tensor))  # frameworks mark parameters
     return made

@@ -87,6 +87,7 @@ class ParamGroup:
             shard_numel=shard_stop - shard_start,
             main_numel=self.weights.main.numel(),
             placement=self.placements.main,
+            has_outer=mesh.outer.size > 1,
             dtypes=dtypes,
             device=first.device,
         )
@@ -187,7 +188,9 @@ class ParamGroup:
         return DTensor(local, spec, requires_grad=False)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """As ``nn.Module.zero_grad``, for the sharded parameters."""
+        """As ``nn.Module.zero_grad``, for the sharded parameters, and for what earlier microbatches
+        left to be reduced."""
+        self.gradients.drop_kept()
         for param in self.sharded_params:
             if set_to_none:
                 param.grad = None

@@ -149,7 +149,8 @@ def fully_shard[ModuleT: nn.Module](
     if isinstance(module, ShardedModule):
         raise ValueError(f"{_title(module)} is sharded already; call fully_shard once a module")
     mesh_of: MeshOf = (lambda name, param: mesh) if isinstance(mesh, DeviceMesh) else mesh
-    materialize(_outside_of_units(module, ""), mesh_of, init_fn)
+    own = (child for _, child in _outside_of_units(module, ""))
+    materialize(own, _device_type(module, mesh), init_fn)
     groups = [
         ParamGroup(
             members,
@@ -188,7 +189,7 @@ def _own_parameters(module: nn.Module) -> list[ParamSlot]:
             names.setdefault(param, f"{prefix}{attribute}")
     for param, name in names.items():
         _check_parameter(param, f"parameter {name} of {_title(module)}")
-    _check_memory(names, [child for _, child in _outside_of_units(module, "")])
+    _check_memory(names, list(module.modules()))
     return [
         ParamSlot(name=names[param], param=param, owners=tuple(owners))
         for param, owners in holders.items()
@@ -226,9 +227,9 @@ def _check_memory(names: Mapping[nn.Parameter, str], modules: Sequence[nn.Module
                 f"parameters {name} and {other} overlap in memory; expected separate ones. Make "
                 "one the parameter, and take views of it in forward()"
             )
-    homes = {param.untyped_storage().data_ptr(): name for param, name in names.items()}
+    homes = {p.untyped_storage().data_ptr(): name for p, name in names.items() if p.numel() > 0}
     for module in modules:
-        for attribute, value in vars(module).items():
+        for attribute, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
             held = value if isinstance(value, list | tuple) else (value,)
             for tensor in held:
                 if type(tensor) is not Tensor or tensor.numel() == 0:
@@ -239,6 +240,18 @@ def _check_memory(names: Mapping[nn.Parameter, str], modules: Sequence[nn.Module
                         "moves when it is sharded; expected no views kept beside a parameter. "
                         "Take views of it in forward()"
                     )
+
+
+def _device_type(module: nn.Module, mesh: DeviceMesh | MeshOf) -> str:
+    """Where a unit's tensors go if they are on meta; buffers may come without parameters."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    for prefix, child in _outside_of_units(module, ""):
+        for name, param in child.named_parameters(recurse=False):
+            return mesh(f"{prefix}{name}", param).device_type
+    inner = (child for child in module.modules() if isinstance(child, _Sharded))
+    groups = (group for child in inner for group in child.fsdp_membership.recipe.groups)
+    return next((group.mesh.device_mesh.device_type for group in groups), "cpu")
 
 
 def _outside_of_units(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

@@ -198,7 +198,7 @@ def whole_gradients_alive(num_blocks: int) -> int:
 def test_whole_gradients_do_not_pile_up_behind_a_slow_link(ranks2: RankPool) -> None:
     # L#158: bounded by a constant, whatever the depth.
     for num_alive in ranks2.run(whole_gradients_alive, 8):
-        assert 1 <= num_alive <= 2
+        assert num_alive <= 1
 
 
 def saved_tensors_survive() -> tuple[bool, bool]:
