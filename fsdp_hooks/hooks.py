@@ -27,25 +27,16 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp_hooks.lifecycle import Driver, UnitState
-from fsdp_hooks.prefetch import Call, Prefetch, Use
+from fsdp_hooks.prefetch import Call, Forward, Prefetch, Use
 from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.streams import Event
 from fsdp_hooks.unit import FsdpUnit
 
 MAX_REDUCTIONS_IN_FLIGHT: Final = 1
 """On the standard path: reductions issued and not waited for, while the next unit's gradients are
-made. As a schedule's (``REDUCE_DEPTH``): one set is filled, one is reduced; FSDP2 waits likewise."""
+made. As a schedule's (``REDUCE_DEPTH``): one set is filled, one is reduced. FSDP2 does likewise."""
 
 
-# Note [hooks in a graph]
-# What hangs on a graph must go when the graph goes, without a run of the garbage collector. So a
-# hook never reaches the node that it hangs on, nor one downstream. (``register_multi_grad_hook`` in
-# its mode "all" does: each of its hooks holds the nodes of all its tensors.) Here the hooks on a
-# unit's outputs hold the nodes of its inputs, as autograd's own edges do, and the hooks on the
-# inputs hold none.
-# A leaf outlives the graph, and its hooks would stay: those of a leaf hang on its node.
-# Where one unit's output is the next one's input, both hang on one node. Hooks on a tensor run
-# before those on its node: the next unit is finished, and released, before this one is gathered.
 class _Running(NamedTuple):
     """A forward that runs."""
 
@@ -57,22 +48,33 @@ class _Running(NamedTuple):
 
 @final
 class _Backward:
-    """A backward that runs. Autograd alone holds it, as its end-of-backward callback; so if the
-    backward fails, this is gone."""
+    """A backward that runs."""
 
-    __slots__ = ("__weakref__", "_end", "num_awaited", "past", "unfinished")
+    __slots__ = ("num_awaited", "past", "recomputed", "unfinished")
 
-    def __init__(self, end: Callable[["_Backward"], None]) -> None:
-        self._end = end
+    def __init__(self) -> None:
         self.num_awaited: dict[Call, int] = {}
         """Of calls whose backward has begun: input gradients that are yet to come."""
         self.unfinished: dict[str, Use] = {}
         """Units whose backward has begun, in that order."""
-        self.past: list[Use] = []
+        self.past: list[tuple[Use, Call]] = []
         """Those that are through, but for gradients of parameters that are still on their way."""
+        self.recomputed = Forward()
+
+
+@final
+class _End:
+    """Autograd's end-of-backward callback. Autograd alone holds it, so if the backward fails, it is
+    gone. (No frame binds it either: a traceback that somebody keeps holds its frames' variables.)
+    """
+
+    __slots__ = ("__weakref__", "_call")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
 
     def __call__(self) -> None:
-        self._end(self)
+        self._call()
 
 
 @final
@@ -87,7 +89,10 @@ class ModuleHooks:
         self._order = self._prefetch.order
         self._has_warned = False
         self._running: list[_Running] = []
-        self._backward: ref[_Backward] | None = None
+        self._forward = Forward()
+        self._backward: _Backward | None = None
+        self._end: ref[_End] | None = None
+        """Of ``_backward``; dead if that has failed."""
         self._reducing: deque[tuple[FsdpUnit, Event]] = deque()
         for use in self._uses.values():
             self._install(use)
@@ -177,6 +182,7 @@ class ModuleHooks:
             # that it left gathered is trusted.
             self._root.release_all()
         self._order.expect_nothing()
+        self._forward = Forward()
 
     def _leave(self, inputs: object, output: object, *, raised: bool = False) -> None:
         module, use, acts = self._running.pop()
@@ -208,6 +214,16 @@ class ModuleHooks:
                 stacklevel=2,
             )
 
+    # Note [hooks in a graph]
+    # What hangs on a graph must go when the graph goes, without a run of the garbage collector.
+    # So a hook never reaches the node that it hangs on, nor one downstream.
+    # (``register_multi_grad_hook`` in its mode "all" does: each of its hooks holds the nodes of
+    # all its tensors.) Here the hooks on a unit's outputs hold the nodes of its inputs, as
+    # autograd's own edges do, and the hooks on the inputs hold none. A leaf outlives the graph,
+    # and its hooks would stay: those of a leaf hang on its node. Where one unit's output is the
+    # next one's input, both hang on one node. Hooks on a tensor run before those on its node: the
+    # next unit is finished, and released, before this one is gathered.
+
     def _watch(self, use: Use, inputs: object, output: object) -> bool:
         """Hang the hooks of the unit's backward on the graph. See Note [hooks in a graph].
 
@@ -219,8 +235,8 @@ class ModuleHooks:
         made = [t for t in _tensors(output) if t.requires_grad and all(t is not g for g in given)]
         if not made:
             return False
-        call = Call()
-        use.open_calls.add(call)
+        call = Call(self._forward if self._backward is None else self._backward.recomputed)
+        call.forward.num_open[use.unit.name] += 1
         nodes = tuple(get_gradient_edge(t).node for t in given)
 
         def on_output_grads(grads: Any) -> None:
@@ -245,25 +261,26 @@ class ModuleHooks:
 
     def _running_backward(self) -> _Backward | None:
         """The backward that runs. If the last one failed, its step is dropped here."""
-        backward = self._backward and self._backward()
-        if backward is None and self._backward is not None:
-            self._backward = None
+        if self._end is not None and self._end() is None:
             self._reset()
             self._root.abort()
-        return backward
+        return self._backward
+
+    def _queue_end(self) -> None:
+        """Ask autograd for a call when the backward that runs is over."""
+        end = _End(self._end_of_backward)
+        self._end = ref(end)
+        Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
 
     def _begin_backward(self) -> _Backward:
-        backward = _Backward(self._end_of_backward)
-        self._backward = ref(backward)
+        self._queue_end()
+        self._backward = backward = _Backward()
         if self._context.driver is Driver.REST:  # an earlier backward's end swapped out
             self._root.begin(Driver.HOOKS)
         self._root.pre_backward(0)
         self._order.begin_backward()
         # No hook of the root need fire where the loss was taken from an inner output.
         self._prefetch.gather(self._uses[self._root.root_unit.name])
-        Variable._execution_engine.queue_callback(  # pyright: ignore[reportPrivateUsage]
-            backward
-        )
         return backward
 
     def _pre_backward(self, use: Use, call: Call, nodes: Sequence[Node]) -> None:
@@ -275,7 +292,7 @@ class ModuleHooks:
         backward.num_awaited[call] = sum(
             map(torch._C._will_engine_execute_node, nodes)  # pyright: ignore[reportPrivateUsage]
         )
-        use.open_calls.discard(call)
+        call.forward.num_open[use.unit.name] -= 1
         use.count += 1
         backward.unfinished[use.unit.name] = use
         self._prefetch.gather(use)
@@ -292,20 +309,20 @@ class ModuleHooks:
             return
         if is_leaf:
             # Autograd takes leaves as they come, parameters too, and all before the next unit.
-            backward.past.append(use)
+            backward.past.append((use, call))
         else:
-            self._post_backward(backward, use)
+            self._post_backward(backward, use, call)
 
     def _leave_past_units(self, backward: _Backward) -> None:
         while backward.past:
-            self._post_backward(backward, backward.past.pop())
+            self._post_backward(backward, *backward.past.pop())
 
-    def _post_backward(self, backward: _Backward, use: Use) -> None:
+    def _post_backward(self, backward: _Backward, use: Use, call: Call) -> None:
         use.count -= 1
         use.is_recomputed = False
-        # With other forwards of the unit still open, this backward may contain another of its
-        # calls, whose contribution is yet to come: then it is finished at the end.
-        if use.count == 0 and not use.open_calls:
+        # With another call of the same forward still open, its contribution may be yet to come, or
+        # never come: then the unit is finished at the end.
+        if use.count == 0 and not call.forward.num_open[use.unit.name]:
             del backward.unfinished[use.unit.name]
             self._seal(use.unit)
         self._prefetch.look_ahead()
@@ -324,22 +341,29 @@ class ModuleHooks:
             caller.wait(reduced, word="wait for a reduction")
             oldest.drop_reduced()
 
-    def _end_of_backward(self, backward: _Backward) -> None:
+    def _end_of_backward(self) -> None:
         """Finish the units whose inputs needed no gradient, in the order of backward; then end."""
-        self._order.end_backward()
-        self._leave_past_units(backward)
+        backward = self._backward
+        assert backward is not None, "autograd ends what has begun"
+        try:
+            self._order.end_backward()
+            self._leave_past_units(backward)
+            for use in backward.unfinished.values():
+                self._seal(use.unit)
+            for unit in self._root.units:
+                # Contributions that came by no output of the unit, or in an earlier microbatch.
+                if unit.holds_contributions(is_last=self._context.is_last_microbatch):
+                    self._seal(unit)
+        except BaseException:
+            self._reset()
+            self._root.abort()
+            raise
         self._reset()
-        for use in backward.unfinished.values():
-            self._seal(use.unit)
-        for unit in self._root.units:
-            # Contributions that came by no output of the unit, or in an earlier microbatch alone.
-            if unit.holds_contributions(is_last=self._context.is_last_microbatch):
-                self._seal(unit)
-        self._backward = None
         self._root.end()
 
     def _reset(self) -> None:
         """No backward runs any more."""
+        self._backward = self._end = None
         self._reducing.clear()
         for use in self._uses.values():
             use.count = 0

@@ -19,9 +19,9 @@ what is issued and not released is what lives there. With a budget
 Without one they never exceed what is in use, what was recomputed, and ``prefetch_depth`` units.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import final
-from weakref import WeakSet
 
 from torch import nn
 
@@ -32,17 +32,35 @@ from fsdp_hooks.unit import FsdpUnit
 
 
 @final
-class Call:
-    """One forward of a unit whose graph is alive. Held by hooks in that graph alone."""
+class Forward:
+    """One forward of the root, or all that one backward recomputes.
 
-    __slots__ = ("__weakref__",)
+    Calls are counted, and not looked for in the graph: which graphs are alive is a rank's own
+    affair (a kept output), and the order of reductions must not depend on it.
+    """
+
+    __slots__ = ("num_open",)
+
+    def __init__(self) -> None:
+        self.num_open: Counter[str] = Counter()
+        """By unit: calls whose backward has not begun."""
+
+
+@final
+class Call:
+    """One call of a unit that will have a backward."""
+
+    __slots__ = ("forward",)
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
 
 
 @final
 class Use:
     """A unit, and who uses it now."""
 
-    __slots__ = ("count", "is_recomputed", "open_calls", "unit")
+    __slots__ = ("count", "is_recomputed", "unit")
 
     def __init__(self, unit: FsdpUnit) -> None:
         self.unit = unit
@@ -50,8 +68,6 @@ class Use:
         """Forwards and backwards that read the parameters now."""
         self.is_recomputed = False
         """Whether its forward was recomputed in this backward, and its own backward is near."""
-        self.open_calls: WeakSet[Call] = WeakSet()
-        """Forwards whose backward has not begun."""
 
     @property
     def is_live(self) -> bool:

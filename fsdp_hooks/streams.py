@@ -258,11 +258,18 @@ def _serve(lane: str, shared: _Shared) -> None:
     stack = ExitStack()
     state: ThreadState | None = None
     while (item := shared.queue.get()) is not None:
-        if item.state is not state:
-            stack.close()
-            state = item.state
-            state.enter(stack)
-        _do(lane, shared, item)
+        try:
+            if item.state is not state:
+                stack.close()
+                state = item.state
+                state.enter(stack)
+            _do(lane, shared, item)
+        except BaseException as error:  # noqa: BLE001 (a dead worker would block the host for ever)
+            # Not the work's own failure: of an observer, or of entering the issuer's modes.
+            _blame(error, item.word)
+            shared.failure = shared.failure or error
+            if item.completion is not None and not item.completion.is_open():
+                item.completion.open(shared.failure)
         del item  # or the last item's tensors would live until the next one comes
     stack.close()
 
@@ -414,13 +421,14 @@ class CallerStream:
     def __init__(self, device: torch.device) -> None:
         self.lane = "comp"
         self._on_cuda = device.type == "cuda"
+        self._device = device
         self._observer: StreamObserver | None = None
 
     def record(self, word: str) -> Event:
         """An event behind all that the caller has issued so far."""
         if not self._on_cuda:
             return _UNRECORDED
-        return CudaEvent(word, self.lane, torch.cuda.current_stream().record_event())
+        return CudaEvent(word, self.lane, torch.cuda.current_stream(self._device).record_event())
 
     def wait(self, event: Event, *, word: str) -> None:
         """Let what the caller issues next wait for ``event``.
@@ -429,7 +437,7 @@ class CallerStream:
             BaseException: on CPU, what the awaited work raised.
         """
         if isinstance(event, CudaEvent):
-            torch.cuda.current_stream().wait_event(event.cuda)
+            torch.cuda.current_stream(self._device).wait_event(event.cuda)
             return
         wait_ns = perf_counter_ns()
         blocks = isinstance(event, Completion) and not event.is_open()

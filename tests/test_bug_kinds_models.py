@@ -372,5 +372,5 @@ def reductions_behind_a_slow_lane() -> tuple[int, bool]:
 
 
 def test_outer_ranks_reduce_each_unit_once_a_step_however_late(ranks2: RankPool) -> None:
-    # M#3023, M#5749: what the host reads of a lane that lags would differ by rank, and ranks hang.
+    # What the host reads of a lane that lags differs by rank; with it, the number of reductions.
     assert ranks2.run(reductions_behind_a_slow_lane) == [(1 + 3, True)] * 2

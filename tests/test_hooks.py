@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from sharding_support import (
     shard_stack,
     token_loss,
     tokens_of,
-    uses_of,
     whole_grads,
     whole_weights,
     world_mesh,
@@ -226,7 +226,7 @@ def test_saved_tensors_survive_release_and_gathering(ranks2: RankPool) -> None:
     assert ranks2.run(saved_tensors_survive) == [(True, True)] * 2
 
 
-def graph_goes_without_collector(has_backward: bool) -> tuple[bool, int]:
+def graph_goes_without_collector(has_backward: bool) -> bool:
     model = double(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=world_mesh())
@@ -244,19 +244,71 @@ def graph_goes_without_collector(has_backward: bool) -> tuple[bool, int]:
         if has_backward:
             loss.backward()
         del x, loss
-        num_alive = sum(a() is not None for a in activations)
-        num_open = sum(len(use.open_calls) for use in uses_of(model))
+        return all(activation() is None for activation in activations)
     finally:
         gc.enable()
-    return num_alive == 0, num_open
 
 
 @pytest.mark.parametrize("has_backward", [True, False])
 def test_a_graph_goes_without_a_run_of_the_garbage_collector(
     ranks2: RankPool, has_backward: bool
 ) -> None:
-    # M#4909, M#4908. Without backward too: its calls are open no more.
-    assert ranks2.run(graph_goes_without_collector, has_backward) == [(True, 0)] * 2
+    # M#4909, M#4908.
+    assert ranks2.run(graph_goes_without_collector, has_backward) == [True, True]
+
+
+def kept_by_one_rank() -> tuple[list[str], bool]:
+    """Rank 0 alone keeps the graph of an earlier forward."""
+    rank = dist.get_rank()
+    model, reference = double(Stack), double(Stack)
+    root = shard_stack(model)
+    shard_stack(reference)
+    kept = model(tokens_of(rank))
+    if rank == 1:
+        del kept
+    with issued(root) as recording:
+        token_loss(model, tokens_of(rank)).backward()
+    token_loss(reference, tokens_of(rank)).backward()
+    reduced = [word for word in recording.words if word.startswith("REDUCE")]
+    return reduced, equal(whole_grads(model), whole_grads(reference))
+
+
+def test_the_order_of_reductions_does_not_depend_on_what_a_rank_keeps(ranks2: RankPool) -> None:
+    (ours, is_right), (theirs, is_right_too) = ranks2.run(kept_by_one_rank)
+    assert ours == theirs
+    assert len(ours) == 4
+    assert is_right
+    assert is_right_too
+
+
+def exception_is_kept() -> bool:
+    """A hook fails in backward, and somebody keeps the exception with its frames."""
+    rank = dist.get_rank()
+    model, reference = double(Stack), double(Stack)
+    root = shard_stack(model)
+    shard_stack(reference)
+    kept: list[BaseException] = []
+    for name in ("reduce", "seal"):
+        unit, calls = root.inner_units[1], iter((True,))
+        method = getattr(unit, name)
+
+        def fails(*args: Any, method: Any = method, calls: Any = calls, **kwargs: Any) -> Any:
+            if next(calls, False):
+                raise OSError("no more")
+            return method(*args, **kwargs)
+
+        setattr(unit, name, fails)
+        try:
+            token_loss(model, tokens_of(rank)).backward()
+        except OSError as error:
+            kept.append(error)
+    token_loss(model, tokens_of(rank)).backward()
+    token_loss(reference, tokens_of(rank)).backward()
+    return len(kept) == 2 and clean(root) and equal(whole_grads(model), whole_grads(reference))
+
+
+def test_the_next_step_is_clean_though_an_exception_is_kept(ranks2: RankPool) -> None:
+    assert ranks2.run(exception_is_kept) == [True, True]
 
 
 class ReturnsWeight(nn.Linear):

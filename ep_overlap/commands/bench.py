@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
 from typing import Any, Final, final
 
 import torch
@@ -153,8 +152,9 @@ class _Bench:
         """One step of each variant, on the same data."""
         pairs = self._data.microbatches(number, self._args.num_microbatches)
         pairs = [(a.to(self._world.device), b.to(self._world.device)) for a, b in pairs]
-        for name, variant in self._variants.items():
-            sample = self._sample(variant, name, pairs, number)
+        names = [*VARIANTS[number % len(VARIANTS) :], *VARIANTS[: number % len(VARIANTS)]]
+        for name in names:  # in turns, and each as often the first
+            sample = self._sample(self._variants[name], name, pairs, number)
             if number >= NUM_WARMUP_ROUNDS:
                 self._samples[name].append(sample)
 
@@ -169,9 +169,9 @@ class _Bench:
         trainee.optimizer.zero_grad()
         batches = [trainee.make_batch(*pair) for pair in pairs]
         world.gathered(None)  # start together: what comes before is no part of the step
-        start_s = perf_counter()
+        start_s = world.now_s()
         result = variant.stepper.step(batches)
-        elapsed_s = perf_counter() - start_s if result.trace is None else result.trace.duration_s
+        elapsed_s = world.now_s() - start_s
         trainee.optimizer.step()
         share = result.hidden_share
         waited_s = share.compute_lane_s if share is not None else 0.0

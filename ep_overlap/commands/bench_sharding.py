@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
 from typing import Any, Final, final
 
 import torch
@@ -126,14 +125,14 @@ class _Bench:
     def _sample(self, variant: _Variant, batch: tuple[Tensor, Tensor]) -> _Sample:
         world = self._world
         world.gathered(None)  # start together: what comes before is no part of the step
-        start_s = self._now_s()
+        start_s = self._world.now_s()
         loss = _loss(variant.model, batch)
-        forward_done_s = self._now_s()
+        forward_done_s = self._world.now_s()
         loss.backward()
-        backward_done_s = self._now_s()
+        backward_done_s = self._world.now_s()
         variant.optimizer.step()
         variant.optimizer.zero_grad()
-        end_s = self._now_s()
+        end_s = self._world.now_s()
         (mean_loss,) = world.mean([loss.item()])
         return _Sample(
             step_time_s=max(world.gathered(end_s - start_s)),
@@ -142,12 +141,6 @@ class _Bench:
             optimizer_s=end_s - backward_done_s,
             loss=mean_loss,
         )
-
-    def _now_s(self) -> float:
-        """The time, once all work that was issued is done."""
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize()
-        return perf_counter()
 
     def result(self) -> dict[str, Any]:
         """What was found, as JSON has it. Collective; takes one more backward of each.

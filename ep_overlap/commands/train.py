@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import final
 
 import torch
@@ -108,9 +107,9 @@ def _iterate(
     world: World,
 ) -> tuple[Iteration, StepTrace | None]:
     trainee.optimizer.zero_grad()
-    start_s = perf_counter()
+    start_s = world.now_s()
     result = stepper.step([trainee.make_batch(tokens, targets) for tokens, targets in pairs])
-    step_time_s = perf_counter() - start_s if result.trace is None else result.trace.duration_s
+    step_time_s = world.now_s() - start_s
     if baseline is not None:
         baseline.step(pairs, result.losses)
     norm = global_grad_norm(trainee.module.parameters(), group=world.control)

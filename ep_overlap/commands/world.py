@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import perf_counter
 from typing import Any, Final, final
 
 import torch
@@ -58,6 +59,12 @@ class World:
         )
         self.links.append(link)
         return link
+
+    def now_s(self) -> float:
+        """The time, once all work that was issued is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return perf_counter()
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Elementwise mean over ranks."""
