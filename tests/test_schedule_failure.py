@@ -76,9 +76,9 @@ class Saboteur:
         for unit in [] if root.root_unit is None else [root.root_unit, *root.inner_units]:
             for group in unit.groups:
                 if group.releases:  # one of each unit's two
-                    self._watch(group, "gather", "UNSHARD")
-                    self._watch(group, "release", "RESHARD")
-                    self._watch(group, "reduce", "REDUCE")
+                    self._watch(group.weights, "gather", "UNSHARD")
+                    self._watch(group.weights, "release", "RESHARD")
+                    self._watch(group.gradients, "reduce", "REDUCE")
 
     def arm(self, fault: Fault) -> BaseException:
         self._fault, self._num_calls = fault, 0
@@ -100,9 +100,9 @@ class Saboteur:
     def _watch(self, owner: Any, method: str, place: str) -> None:
         function = getattr(owner, method)
 
-        def watched(*args: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             self._reached(place)
-            return function(*args)
+            return function(*args, **kwargs)
 
         setattr(owner, method, watched)
 
