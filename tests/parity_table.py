@@ -76,7 +76,8 @@ class Cell:
 def cases_of(layout: Layout, *, megatron: bool) -> Iterator[Case]:
     """Every case of a layout; ``no_shard`` first, which the others are compared with."""
     microbatches = (2,) if megatron else MICROBATCHES
-    for num, each, strategy in product(microbatches, (True, False), STRATEGIES):
+    reduced_each = (True,) if megatron else (True, False)
+    for num, each, strategy in product(microbatches, reduced_each, STRATEGIES):
         if strategy == "no_shard" and layout.hybrid == "optim":
             continue  # refused: there is nothing to share out
         yield Case(
