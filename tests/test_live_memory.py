@@ -286,8 +286,8 @@ def censuses(
 
 
 MOST_OBJECTS_A_STEP: Final = 0.9
-"""From step 10 on, of those that the collector knows. About 50 in all; in a process that has run many
-tests, a few hundred, which is no part of a step: one kept in each would be 990."""
+"""From step 10 on, of those that the collector knows. About 50 in all; in a process that has run
+many tests a few hundred, which is no part of a step: one kept in each would be 990."""
 
 
 def assert_flat(counts: Sequence[Census]) -> None:
