@@ -3,14 +3,15 @@
 from itertools import accumulate
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plan_shapes import arguments, plans
 
 from ep_overlap.plan.action import ROOT_UNIT, Compute, Lane, Sync, UnitAction, UnitOp
 from ep_overlap.plan.build import build_plan, parse_words, plan_from_words
 from ep_overlap.plan.check import check
 from ep_overlap.plan.edges import REDUCE_DEPTH, dependencies
-from ep_overlap.plan.lower import Strategy
+from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import OrderName, combined_1f1b, forward_only, serial
 from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import reductions
@@ -110,9 +111,12 @@ def test_live_units_never_exceed_the_budget_and_end_at_none(plan: Plan) -> None:
 
 
 @BRIEF
-@given(plans())
-def test_full_size_gradient_buffers_in_flight_stay_bounded(plan: Plan) -> None:
-    assume(plan.sharding is not None and plan.sharding.reduces_each_microbatch)
+@given(arguments(), st.sampled_from(Strategy))
+def test_full_size_gradient_buffers_in_flight_stay_bounded(
+    given_arguments: dict[str, Any], strategy: Strategy
+) -> None:
+    sharding = Sharding(strategy=strategy, reduce_each_microbatch=True)
+    plan = build_plan(**{**given_arguments, "sharding": sharding})
     known = known_before(plan)
     layers = [found for found in reductions(plan.actions) if found.unit != ROOT_UNIT]
     for filled in layers:
