@@ -6,14 +6,14 @@ differ only in timing:
 =======================  =====================================  ==================================
 handle                   standard path                          schedule
 =======================  =====================================  ==================================
-``root.begin``           the root's forward pre-hook            once, before the first action
+``root.begin``           the first forward pre-hook             once, before the first action
 ``unit.unshard``         the unit's forward pre-hook, and the   ``UNSHARD.unit``, ahead of use
                          hook on its output's gradient
 ``unit.ensure``          not called: a sub-module that is       fine-grained pre-hooks on every
                          called past its unit gathers and       sub-module that owns parameters,
                          releases as the unit would             and each node: the safety net
-``unit.reshard``         the unit's forward hook, and once its  ``RESHARD.unit``
-                         gradients are done
+``unit.reshard``         every hook, for units that are         ``RESHARD.unit``
+                         neither in use nor expected next
 ``root.pre_backward``    the first hook on an output's          before each node's backward
                          gradient
 ``unit.accumulate``      ``register_post_accumulate_grad_hook`` the same
@@ -21,6 +21,8 @@ handle                   standard path                          schedule
                                                                 microbatch
 ``unit.reduce``          right after ``seal``                   ``REDUCE.unit``
 ``root.end``             autograd's end-of-backward callback    after the last action
+``root.abort``           a hook that finds a backward broken    on the way out of a failure
+                         off
 =======================  =====================================  ==================================
 
 A unit has two states. The *issued* state is moved by the host when it issues, and checked for

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from ep_overlap.commands import bench_sharding
 from ep_overlap.commands.arguments import BenchArguments
-from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.results import write_json, write_trace
 from ep_overlap.commands.running import (
+    batches_of,
     model_environment,
     own_command,
     quiet_import,
@@ -120,14 +120,7 @@ class _Bench:
     def __init__(self, args: BenchArguments, world: World) -> None:
         self._args = args
         self._world = world
-        self._data = ByteBatches(
-            tokens=load_bytes(None),
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            seed=args.seed,
-            rank=world.rank,
-            num_ranks=world.size,
-        )
+        self._data = batches_of(args, world)
         recipe = recipe_of(args)
         meshes = Meshes.of(world, recipe.expert_parallel_size)
         self._variants: dict[str, _Variant] = {}

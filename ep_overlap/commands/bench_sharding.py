@@ -22,9 +22,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.nn import functional as F
 
 from ep_overlap.commands.arguments import BenchArguments, OptimizerName
-from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.results import write_json
-from ep_overlap.commands.running import RunFailedError, running
+from ep_overlap.commands.running import RunFailedError, batches_of, running
 from ep_overlap.commands.world import Meshes, World, local_part, open_world
 from ep_overlap.models.dense import DenseConfig, DenseTransformer
 from ep_overlap.report.fsdp2_peak import GatheredBytes
@@ -95,14 +94,7 @@ class _Bench:
     def __init__(self, args: BenchArguments, world: World) -> None:
         self._args = args
         self._world = world
-        self._data = ByteBatches(
-            tokens=load_bytes(None),
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            seed=args.seed,
-            rank=world.rank,
-            num_ranks=world.size,
-        )
+        self._data = batches_of(args, world)
         mesh = Meshes.of(world, world.size).dense
         self._variants = {
             OURS: _build(args, world, lambda module: _shard_ours(module, mesh)),

@@ -7,8 +7,10 @@ import sys
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-from ep_overlap.commands.arguments import BenchArguments, ModelName, TrainArguments
+from ep_overlap.commands.arguments import BatchFlags, BenchArguments, ModelName, TrainArguments
+from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.trainee import Recipe
 from ep_overlap.commands.world import World
 
@@ -86,4 +88,16 @@ def recipe_of(args: TrainArguments | BenchArguments) -> Recipe:
         lr=args.lr,
         force_load_balancing=isinstance(args, BenchArguments)
         and args.moe_router_force_load_balancing,
+    )
+
+
+def batches_of(args: BatchFlags, world: World, *, path: Path | None = None) -> ByteBatches:
+    """This rank's part of a text; ``path``: default sources of Python's standard library."""
+    return ByteBatches(
+        tokens=load_bytes(path),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        seed=args.seed,
+        rank=world.rank,
+        num_ranks=world.size,
     )

@@ -10,12 +10,17 @@ import torch
 from ep_overlap.commands.arguments import TrainArguments
 from ep_overlap.commands.checkpoint_record import Start
 from ep_overlap.commands.checkpointing import load, save
-from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.history import History, Iteration, progress_bar, report
 from ep_overlap.commands.parity import Parity, compare, worse
 from ep_overlap.commands.plan_arguments import order_of, read_order
 from ep_overlap.commands.results import write_json, write_trace
-from ep_overlap.commands.running import model_environment, own_command, recipe_of, running
+from ep_overlap.commands.running import (
+    batches_of,
+    model_environment,
+    own_command,
+    recipe_of,
+    running,
+)
 from ep_overlap.commands.trainee import ScheduledStep, StandardStep, Stepper, Trainee, build_trainee
 from ep_overlap.commands.world import Meshes, World, choose_device, open_world
 from ep_overlap.config import OverlapConfig
@@ -51,14 +56,7 @@ def overlap_config(args: TrainArguments) -> OverlapConfig:
 
 
 def _train(args: TrainArguments, world: World) -> None:
-    data = ByteBatches(
-        tokens=load_bytes(args.data),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        seed=args.seed,
-        rank=world.rank,
-        num_ranks=world.size,
-    )
+    data = batches_of(args, world, path=args.data)
     recipe = recipe_of(args)
     meshes = Meshes.of(world, recipe.expert_parallel_size)
     trainee = build_trainee(recipe, world, meshes)
