@@ -161,3 +161,10 @@ def test_the_dense_model_is_its_seeds_function_and_looks_at_no_later_token() -> 
     assert not torch.equal(scores, other(tokens))
     torch.testing.assert_close(model(changed)[:, :10], scores[:, :10])
     assert not torch.allclose(model(changed)[:, 10:], scores[:, 10:])
+
+
+def test_settings_of_experts_are_said_to_have_no_effect() -> None:
+    args = BenchArguments(sharding=True, num_experts=8, num_layers=3)
+    said = [text.partition(" ")[0] for text in remarks(args, {})]
+    assert said == ["--num-layers", "--num-experts"]
+    assert list(remarks(BenchArguments(sharding=True), {})) == []

@@ -47,6 +47,18 @@ _COUNTS: Final = (
 )
 """The fields that must be 1 or more where a command has them and they are given."""
 
+_EXPERT_SETTINGS: Final = (
+    "model",
+    "num_layers",
+    "num_microbatches",
+    "num_experts",
+    "moe_router_topk",
+    "moe_layer_freq",
+    "moe_router_force_load_balancing",
+    "expert_model_parallel_size",
+)
+"""What the dense model of ``bench --sharding`` has no use for."""
+
 _OUTPUTS: Final = ("json", "trace", "output")
 """The fields that name a file to write."""
 
@@ -103,8 +115,17 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             )
     if isinstance(args, TrainArguments) and args.load is not None:
         yield from load_remarks(args.load, args)
+    if isinstance(args, BenchArguments) and args.sharding:
+        yield from _unused_by_sharding(args)
     if isinstance(args, PlanArguments) and args.gradient_accumulation_fusion:
         yield "--gradient-accumulation-fusion does not change a plan"
+
+
+def _unused_by_sharding(args: BenchArguments) -> Iterator[str]:
+    given, default = vars(args), vars(BenchArguments())
+    for name in _EXPERT_SETTINGS:
+        if given[name] != default[name]:
+            yield f"{_spelled(name)} has no effect with --sharding: its model is dense"
 
 
 def _spelled(name: str) -> str:
