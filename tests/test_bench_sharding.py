@@ -145,7 +145,9 @@ def test_only_the_measurement_of_sharding_leaves_the_link_as_it_is() -> None:
     assert BenchArguments(sharding=True).link_in_use == "plain"
     assert BenchArguments(sharding=True, link="shaped:1gbit").link_in_use == "shaped:1gbit"
     # The remark on expert parallelism is not for a model without experts.
-    assert list(remarks(BenchArguments(sharding=True, expert_model_parallel_size=1), {})) == []
+    said = list(remarks(BenchArguments(sharding=True, expert_model_parallel_size=1), {}))
+    assert len(said) == 1
+    assert "has no effect with --sharding: its model is dense" in said[0]
 
 
 def test_the_dense_model_is_its_seeds_function_and_looks_at_no_later_token() -> None:
