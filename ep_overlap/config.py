@@ -24,7 +24,10 @@ class OverlapConfig:
     order_text: str | None = None
     """An order of one's own, as words (the content of an order file); excludes ``order``."""
     delay_wgrad: bool = False
-    """Megatron's ``--delay-wgrad-compute``."""
+    """Megatron's ``--delay-wgrad-compute``: weight gradients are nodes of their own (W)."""
+    dispatch_over_wgrad: bool = False
+    """Megatron's ``--overlap-dispatch-backward-with-experts-wgrad``: the backward of each dispatch
+    runs over the experts' weight gradients, without overlap too."""
     max_unsharded_units: int | None = None
     """Budget of layer units gathered at once, with ``optim_grads_params``; None: as many as
     overlap needs."""
@@ -34,8 +37,6 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, got {self.num_microbatches}")
-        if self.delay_wgrad:
-            raise ValueError("delay_wgrad is not built yet; leave it out")
         if self.order is not None and self.order_text is not None:
             raise ValueError("order and order_text exclude each other; give one of them")
         if self.order is not None and self.order not in list(OrderName):

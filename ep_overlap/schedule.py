@@ -31,7 +31,8 @@ from ep_overlap.run.layer import ModelParts
 from ep_overlap.run.node import NodeRun, forget_failed_backward
 from ep_overlap.run.runner import Program
 from ep_overlap.run.trace import HiddenShare, Meter, StepTrace
-from ep_overlap.run.wiring import LossFn, MicrobatchSlot, NodeKey, check_parts, wire
+from ep_overlap.run.wgrad import WgradRun
+from ep_overlap.run.wiring import LossFn, MicrobatchSlot, NodeKey, check_parts, wire, wire_wgrad
 from fsdp_hooks.lifecycle import (
     Driver,
     RootLifecycle,
@@ -47,6 +48,8 @@ from fsdp_hooks.streams import (
     default_kind,
     new_stream,
 )
+from fsdp_hooks.wgrad import Wgrad
+from fsdp_hooks.wgrad_layers import manage_wgrad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,13 @@ class OverlapSchedule:
         for slot in self._slots:
             self._nodes.update(wire(slot, model))
         self.plan: Final = self._build_plan(evaluate=False)
+        self._wgrad: Wgrad | None = None
+        self._wgrads: dict[NodeKey, WgradRun] = {}
+        if self.plan.delayed:
+            self._wgrad = manage_wgrad(model.module, layer_types=model.wgrad_layers)
+            for slot in self._slots:
+                self._wgrads.update(wire_wgrad(slot, model, self.plan.delayed))
+        self._attach_hooks()
         self._training = self._bind(self.plan)
         self._evaluation: Program | None = None
         self._meter = meter
@@ -161,6 +171,10 @@ class OverlapSchedule:
         finally:  # a device that has failed fails again when it is drained
             for node in self._nodes.values():
                 node.reset()
+            for wgrad in self._wgrads.values():
+                wgrad.queue.clear()
+            if self._wgrad is not None:
+                self._wgrad.delay_into(None)
             for slot in self._slots:
                 slot.clear()
             self._is_running = False
@@ -228,65 +242,67 @@ class OverlapSchedule:
                 reduce_each_microbatch=self._lifecycle.reduces_each_microbatch,
             )
         if config.order_text is not None and not evaluate:
-            plan = plan_from_words(
+            return plan_from_words(
                 config.order_text,
                 shape=self._shape,
                 num_microbatches=config.num_microbatches,
                 sharding=sharding,
+                delay_wgrad=config.delay_wgrad or config.dispatch_over_wgrad,
             )
-            if plan.delays_wgrad:
-                raise ValueError(
-                    "the order has W nodes, and delayed weight gradients are not built yet; leave "
-                    "them out"
-                )
-            return plan
         return build_plan(
             shape=self._shape,
             num_microbatches=config.num_microbatches,
             order=config.order_name,
             delay_wgrad=config.delay_wgrad,
+            dispatch_over_wgrad=config.dispatch_over_wgrad,
             sharding=sharding,
             evaluate=evaluate,
         )
 
     def _bind(self, plan: Plan) -> Program:
-        if not plan.is_forward_only:
-            self._attach_hooks(plan)
         return Program(
             plan,
             streams=self._streams,
             nodes=self._nodes,
+            wgrads=self._wgrads,
             units=self._units,
             runs_after_launch=self._kind is StreamKind.CUDA,
         )
 
-    def _attach_hooks(self, plan: Plan) -> None:
-        """The safety net before each node that reads weights, and ``seal`` after each unit's last
-        node of a microbatch."""
+    def _attach_hooks(self) -> None:
+        """Before each node that reads weights: whose gradients it makes, where it leaves them, and
+        the safety net. After each unit's last node of a microbatch: ``seal``."""
         for key, node in self._nodes.items():
             microbatch, kind, layer = key
             name = unit_read(Compute(microbatch, Phase.FORWARD, kind, layer))
-            if name is None or name not in self._units:
+            if name is None:
                 continue
-            ensure = (self._units[name].ensure,) if self._units[name].releases else ()
-            node.pre_forward_hooks = ensure
-            node.pre_backward_hooks = (
-                partial(self._lifecycle.pre_backward, microbatch),
-                *ensure,
-            )
+            belongs = partial(self._lifecycle.pre_backward, microbatch)
+            if self._wgrad is not None:
+                wgrad = self._wgrads.get(key)
+                queue = None if wgrad is None else wgrad.queue
+                node.pre_backward_hooks += (partial(self._wgrad.delay_into, queue),)
+                if wgrad is not None:
+                    wgrad.pre_hooks += (belongs,)
+            if name in self._units:
+                ensure = (self._units[name].ensure,) if self._units[name].releases else ()
+                node.pre_forward_hooks += ensure
+                node.pre_backward_hooks += (belongs, *ensure)
         last_giver: dict[tuple[str, int], Compute] = {}
         last_microbatch: dict[str, int] = {}
-        for action in computes_of(plan.actions):
+        for action in computes_of(self.plan.actions):
             name = unit_given(action)
             if name is not None and name in self._units:
                 last_giver[name, action.microbatch] = action
                 last_microbatch[name] = action.microbatch
         for (name, microbatch), action in last_giver.items():
-            node = self._nodes[microbatch, action.node, action.layer]
             is_last = microbatch == last_microbatch[name]
-            node.post_backward_hooks += (
-                partial(self._units[name].seal, microbatch, is_last=is_last),
-            )
+            seal = partial(self._units[name].seal, microbatch, is_last=is_last)
+            key = (microbatch, action.node, action.layer)
+            if action.phase is Phase.WGRAD:
+                self._wgrads[key].post_hooks += (seal,)
+            else:
+                self._nodes[key].post_backward_hooks += (seal,)
 
 
 def _named_units(

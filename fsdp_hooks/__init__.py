@@ -15,13 +15,20 @@ if TYPE_CHECKING:
     from fsdp_hooks.optimizer import shard_optimizer
     from fsdp_hooks.precision import MixedPrecision
     from fsdp_hooks.shard import fully_shard
+    from fsdp_hooks.wgrad import ManagedLayer, managed_linear
+    from fsdp_hooks.wgrad_layers import ExpertLinear, delayed_wgrad, manage_wgrad
 
 __all__ = [
+    "ExpertLinear",
     "GradScaler",
+    "ManagedLayer",
     "MixedPrecision",
     "clip_grad_norm_",
+    "delayed_wgrad",
     "fully_shard",
     "load_state_dict",
+    "manage_wgrad",
+    "managed_linear",
     "microbatch",
     "shard_optimizer",
     "state_dict",
@@ -30,11 +37,16 @@ __all__ = [
 
 _HOME: Final = MappingProxyType(
     {
+        "ExpertLinear": "fsdp_hooks.wgrad_layers",
         "GradScaler": "fsdp_hooks.grad_scaler",
+        "ManagedLayer": "fsdp_hooks.wgrad",
         "MixedPrecision": "fsdp_hooks.precision",
         "clip_grad_norm_": "fsdp_hooks.grad_norm",
+        "delayed_wgrad": "fsdp_hooks.wgrad_layers",
         "fully_shard": "fsdp_hooks.shard",
         "load_state_dict": "fsdp_hooks.checkpoint",
+        "manage_wgrad": "fsdp_hooks.wgrad_layers",
+        "managed_linear": "fsdp_hooks.wgrad",
         "microbatch": "fsdp_hooks.accumulation",
         "shard_optimizer": "fsdp_hooks.optimizer",
         "state_dict": "fsdp_hooks.checkpoint",

@@ -17,6 +17,10 @@ def microbatch(module: nn.Module, *, is_last: bool) -> Generator[None]:
     those that reduce every microbatch do so regardless. Contexts nest; the outer one's word is
     back in force after the inner one. Megatron's ``no_sync`` is ``microbatch(is_last=False)``.
 
+    After a backward that raised, repeat the whole step. To give a step up halfway, call
+    ``module.zero_grad()``: ``optimizer.zero_grad()`` sees ``.grad`` alone, and what waits for the
+    last microbatch to be reduced is not there yet.
+
     Raises:
         ValueError: ``module`` is not sharded.
     """

@@ -27,7 +27,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fsdp_hooks.checkpoint_inventory import GlobalName, Inventory, unchanged
 from fsdp_hooks.checkpoint_optimizer import NamedOptimizer, copy_rows, saved_names
-from fsdp_hooks.checkpoint_ranks import StateDict, agree, everyone, gather_whole, spread_whole
+from fsdp_hooks.checkpoint_ranks import (
+    StateDict,
+    agreed,
+    everyone,
+    gather_whole,
+    spread_whole,
+)
 
 _MODEL: Final = "model."
 _NAMES_SHOWN: Final = 4
@@ -56,10 +62,10 @@ def state_dict(
             parameters, or two ranks use one name for different parameters.
         RuntimeError: a step is under way.
     """
-    inventory = Inventory.of(module, global_name, group)
+    inventory, named = _inventory(module, optimizer, global_name, group)
     state: StateDict = {"model": _model_state(inventory)}
-    if optimizer is not None:
-        state["optimizer"] = NamedOptimizer(optimizer, inventory).state_dict()
+    if named is not None:
+        state["optimizer"] = named.state_dict()
     return gather_whole(state, group) if full else state
 
 
@@ -82,8 +88,7 @@ def state_dict_to_fill(
         ValueError: names are missing or unexpected and ``strict``, or shapes differ; on all ranks.
         RuntimeError: a step is under way.
     """
-    inventory = Inventory.of(module, global_name, group)
-    named = None if optimizer is None else NamedOptimizer(optimizer, inventory)
+    inventory, named = _inventory(module, optimizer, global_name, group)
     forms = metadata.state_dict_metadata.items()
     shapes = {
         path.removeprefix(_MODEL): form.size if isinstance(form, TensorStorageMetadata) else None
@@ -95,7 +100,8 @@ def state_dict_to_fill(
     present = {name: value for name, value in _model_state(inventory).items() if name in shapes}
     state: StateDict = {"model": present}
     if named is not None:
-        state["optimizer"] = named.make_room(metadata)
+        with agreed(group):  # a rank may lack the memory, and dcp.load waits for all
+            state["optimizer"] = named.make_room(metadata)
     return state
 
 
@@ -127,8 +133,7 @@ def load_state_dict(
             before anything has changed.
         RuntimeError: a step is under way.
     """
-    inventory = Inventory.of(module, global_name, group)
-    named = None if optimizer is None else NamedOptimizer(optimizer, inventory)
+    inventory, named = _inventory(module, optimizer, global_name, group)
     state = spread_whole(state, group)
     weights: Mapping[str, Any] = state.get("model", {})
     state_of: Mapping[str, Any] = state.get("optimizer", {}).get("state", {})
@@ -136,7 +141,8 @@ def load_state_dict(
     shapes = {n: value.shape if isinstance(value, Tensor) else None for n, value in weights.items()}
     _check(inventory, named, shapes, frozenset(hyper), strict=strict, group=group)
     if named is not None:
-        agree(named.conflict(hyper), group)
+        with agreed(group):
+            named.check_groups(hyper)
     for held in inventory.params:
         for name in held.names:
             if name in weights:
@@ -151,6 +157,19 @@ def load_state_dict(
     if named is not None:
         named.load(state_of, hyper)
     inventory.root.refresh_compute_weights()
+
+
+def _inventory(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    global_name: GlobalName,
+    group: ProcessGroup | None,
+) -> tuple[Inventory, NamedOptimizer | None]:
+    """The module and the optimizer by name. Collective, so that no rank is refused alone."""
+    inventory = Inventory.of(module, global_name, group)
+    with agreed(group):
+        named = None if optimizer is None else NamedOptimizer(optimizer, inventory)
+    return inventory, named
 
 
 def _model_state(inventory: Inventory) -> StateDict:
@@ -186,8 +205,9 @@ def _check(
         extra = sorted(hyper_names - every_name)
         problems += _listed("not in this optimizer", extra)
     advice = "; strict=False loads what fits by name" if strict else ""
-    text = f"the state does not fit the module: {'; '.join(problems)}{advice}"
-    agree(text if problems else None, group)
+    with agreed(group):
+        if problems:
+            raise ValueError(f"the state does not fit the module: {'; '.join(problems)}{advice}")
 
 
 def _unlike_shapes(inventory: Inventory, shapes: Mapping[str, torch.Size | None]) -> Iterable[str]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.checkpoint_ranks import everyone
+from fsdp_hooks.checkpoint_ranks import agreed, everyone
 from fsdp_hooks.checkpoint_shard import TensorShard, tensor_shard
 from fsdp_hooks.lifecycle import Driver, lifecycle_of
 from fsdp_hooks.param_group import ParamGroup
@@ -64,35 +64,44 @@ class Inventory:
     def of(cls, module: nn.Module, global_name: GlobalName, group: ProcessGroup | None) -> Self:
         """Take stock. Collective.
 
-        Raises:
+        Raises, on every rank:
             ValueError: the module is not the outermost sharded one; or two parameters of different
                 ranks go by one name.
             RuntimeError: a step is under way.
         """
-        root = _root_at_rest(module)
-        places = {
-            id(param): (params, index)
-            for unit in root.units
-            for params in unit.groups
-            for index, param in enumerate(params.sharded_params)
-        }
-        names: dict[nn.Parameter, list[str]] = {}
-        local_names: set[str] = set()
-        for name, param in module.named_parameters(remove_duplicate=False):
-            names.setdefault(param, []).append(global_name(name))
-            local_names.add(name)
-        held: list[HeldParam] = []
-        for param, aliases in names.items():
-            assert isinstance(param, DTensor), f"{aliases[0]} belongs to no unit"
-            params, index = places[id(param)]
-            held.append(HeldParam(names=tuple(aliases), param=param, group=params, index=index))
-        others = {
-            global_name(name): (name, value)
-            for name, value in nn.Module.state_dict(module, keep_vars=True).items()
-            if name not in local_names
-        }
+        with agreed(group):
+            root = _root_at_rest(module)
+            held, others = _holdings(module, root, global_name)
         every_name = _every_name(held, others, group)
         return cls(root=root, params=tuple(held), others=others, every_name=every_name)
+
+
+def _holdings(
+    module: nn.Module, root: FsdpRoot, global_name: GlobalName
+) -> tuple[list[HeldParam], dict[str, tuple[str, Any]]]:
+    """``Inventory.params`` and ``Inventory.others``."""
+    places = {
+        id(param): (params, index)
+        for unit in root.units
+        for params in unit.groups
+        for index, param in enumerate(params.sharded_params)
+    }
+    names: dict[nn.Parameter, list[str]] = {}
+    local_names: set[str] = set()
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(global_name(name))
+        local_names.add(name)
+    held: list[HeldParam] = []
+    for param, aliases in names.items():
+        assert isinstance(param, DTensor), f"{aliases[0]} belongs to no unit"
+        params, index = places[id(param)]
+        held.append(HeldParam(names=tuple(aliases), param=param, group=params, index=index))
+    others = {
+        global_name(name): (name, value)
+        for name, value in nn.Module.state_dict(module, keep_vars=True).items()
+        if name not in local_names
+    }
+    return held, others
 
 
 def _root_at_rest(module: nn.Module) -> FsdpRoot:

@@ -91,8 +91,12 @@ class NamedOptimizer:
                 }
         return {"state": state, "param_groups": hyper}
 
-    def conflict(self, hyper: Entries) -> str | None:
-        """Why these hyperparameters fit no group: its parameters were saved with unlike ones."""
+    def check_groups(self, hyper: Entries) -> None:
+        """Refuse hyperparameters that differ within a group.
+
+        Raises:
+            ValueError: they do.
+        """
         for _, members in self._groups:
             first: tuple[str, Mapping[str, Any]] | None = None
             for held in members:
@@ -102,12 +106,11 @@ class NamedOptimizer:
                 for key, value in hyper[name].items():
                     before = first[1].get(key, value)
                     if not _equal(before, value):
-                        return (
+                        raise ValueError(
                             f"{first[0]} was saved with {key} {before!r} and {name} with "
                             f"{value!r}, and both are in one parameter group; expected parameter "
                             "groups like those that were saved"
                         )
-        return None
 
     def load(self, state: Entries, hyper: Entries) -> None:
         """Take state and hyperparameters; a parameter that was saved without state has none."""

@@ -10,7 +10,9 @@ A state dict is::
                    "param_groups": {name: {"lr": value, ...}}}}
 """
 
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -37,15 +39,34 @@ def everyone[T](value: T, group: ProcessGroup | None) -> list[T]:
     return values
 
 
-def agree(problem: str | None, group: ProcessGroup | None) -> None:
-    """Go on only if no rank has a problem. Collective.
+@contextmanager
+def agreed(group: ProcessGroup | None) -> Generator[None]:
+    """A block that fails on every rank if it fails on one, so that none waits for another.
+
+    Collective at its end; a collective within it would wait for the rank that failed.
 
     Raises:
-        ValueError: on every rank, with the first rank's problem, so that none waits for another.
+        ValueError, RuntimeError: on every rank, with the text of the first that failed. What is no
+            ``ValueError`` there is told as a ``RuntimeError``.
     """
-    for rank, found in enumerate(everyone(problem, group)):
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (raised below, once every rank knows)
+        problem = error
+    for rank, found in enumerate(everyone(None if problem is None else _told(problem), group)):
         if found is not None:
-            raise ValueError(f"rank {rank}: {found}" if dist.get_world_size(group) > 1 else found)
+            kind, text = found
+            where = f"rank {rank}: " if dist.get_world_size(group) > 1 else ""
+            raise kind(where + text) from problem
+
+
+def _told(problem: Exception) -> tuple[type[Exception], str]:
+    """How the others can raise it too: an exception of another type might not travel."""
+    for kind in (ValueError, RuntimeError):
+        if isinstance(problem, kind):
+            return kind, str(problem)
+    return RuntimeError, f"{type(problem).__name__}: {problem}"
 
 
 def flattened(state: StateDict) -> dict[Path, Any]:
@@ -71,6 +92,8 @@ def nested(flat: Mapping[Path, Any]) -> StateDict:
 def gather_whole(state: StateDict, group: ProcessGroup | None) -> StateDict:
     """On rank 0 the state dict of all ranks, ordinary tensors on the CPU; ``{}`` elsewhere."""
     flat = flattened(state)
+    with agreed(group):  # or a rank whose extra state cannot travel would leave the others waiting
+        pickle.dumps([value for value in flat.values() if not isinstance(value, Tensor)])
     rank = dist.get_rank(group)
     sizes: dict[Path, int] = {}
     first_holders: dict[Path, int] = {}
@@ -96,6 +119,7 @@ def spread_whole(state: StateDict, group: ProcessGroup | None) -> StateDict:
 
     Raises:
         ValueError: some ranks have one and others not, and rank 0 is not the only one.
+        RuntimeError: rank 0 alone gave one, and it holds rows instead of whole tensors.
     """
     given = everyone(bool(state), group)
     if all(given):
@@ -106,7 +130,11 @@ def spread_whole(state: StateDict, group: ProcessGroup | None) -> StateDict:
             f"ranks {holders} of {len(given)} gave a state dict; expected all of them, or rank 0 "
             "alone and {} on the others"
         )
-    flat = flattened(state)
+    with agreed(group):
+        flat = flattened(state)
+        for value in flat.values():
+            if isinstance(value, TensorShard):
+                raise RuntimeError(value.refusal())
     sizes = _broadcast({path: _num_bytes(value) for path, value in flat.items()}, group)
     result: dict[Path, Any] = {}
     for batch in batches(sizes):

@@ -21,16 +21,6 @@ class Communicator(Protocol):
     """What the sharding core asks of a group of ranks. Calls return when the result is there
     (CPU), or when it is enqueued on the current stream (CUDA)."""
 
-    @property
-    def num_ranks(self) -> int:
-        """Size of the group."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        ...
-
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
         """``output[num_ranks * n]`` from every rank's ``shard[n]``."""
         ...
@@ -43,6 +33,10 @@ class Communicator(Protocol):
         """Sum over ranks, in place."""
         ...
 
+    def exchange[T](self, value: T) -> list[T]:
+        """Every rank's value, in rank order. The host waits: for a first step, and not counted."""
+        ...
+
 
 @final
 class GroupCommunicator:
@@ -51,16 +45,6 @@ class GroupCommunicator:
     def __init__(self, group: ProcessGroup, counters: Counters) -> None:
         self._group = group
         self._counters = counters
-
-    @property
-    def num_ranks(self) -> int:
-        """Size of the group."""
-        return self._group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return self._group.rank()
 
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
         """See ``Communicator``."""
@@ -76,6 +60,12 @@ class GroupCommunicator:
         """See ``Communicator``."""
         dist.all_reduce(tensor, group=self._group)
         self._counters.add(all_reduces=1)
+
+    def exchange[T](self, value: T) -> list[T]:
+        """See ``Communicator``."""
+        values: list[T] = [value] * self._group.size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
 
 def new_torch_group(ranks: Sequence[int], name: str, *, backend: str | None = None) -> ProcessGroup:

@@ -84,6 +84,10 @@ class ShardContext:
         """In stream time: whose contributions the compute lane is making."""
         self.is_last_microbatch = True
         """On the standard path: whether the next backward ends the accumulation."""
+        self.compares_order = False
+        """At issue: whether ranks tell each other which unit they are at before they gather or
+        reduce it. In the first step they do: a rank that uses units in an order of its own would
+        hang, or mix one unit's numbers with another's."""
         self.prefetch_depth = runtime.prefetch_depth
         self.max_unsharded_bytes = runtime.max_unsharded_bytes
         self.counters = Counters()
@@ -94,6 +98,20 @@ class ShardContext:
         made = self._communicators
         inner, outer = (made[r.members] if r.size > 1 else None for r in (mesh.inner, mesh.outer))
         return inner, outer
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """For each number the largest of all ranks'. Collective, along every mesh in turn: it is
+        of all ranks if one mesh is, as that of the dense parameters."""
+        found = list(numbers)
+
+        def agree() -> None:  # in the lane that the communicator belongs to
+            nonlocal found
+            for members, made in self._communicators.items():
+                if len(members) > 1:
+                    found = [max(all_) for all_ in zip(*made.gather.exchange(found), strict=True)]
+
+        self.ag.run(agree, word="agree on numbers").wait()
+        return found
 
 
 def _make_communicators(

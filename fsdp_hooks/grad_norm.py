@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.mesh import is_primary
 from fsdp_hooks.placeholder import Placeholder, Relinquished
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
@@ -57,6 +58,10 @@ def clip_grad_norm_(
         ValueError: ``norm_type`` is not above 0, a parameter is not sharded, or the group lacks
             ranks of its mesh.
         RuntimeError: a step is under way, or the norm is not finite and ``error_if_nonfinite``.
+
+    A rank that is refused takes part before it raises, so that no other waits for it: the others'
+    norm is NaN, and so are their gradients. To raise there too would take a wait for the device.
+    (``max_norm`` and ``norm_type`` are taken to be the same on all ranks.)
     """
     params = _distinct(parameters)
     norm = _global_norm(params, float(norm_type), foreach=foreach, group=group)
@@ -109,22 +114,25 @@ def _global_norm(
 ) -> Tensor:
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or inf")
-    grads = _grads_of(params)
-    _check_group(dict.fromkeys(grad.device_mesh for grad in grads), group)
-    norms = _local_norms(
-        [grad.to_local() for grad in grads if _counts_here(grad)], norm_type, foreach=foreach
-    )
-    device = params[0].device if params else _device_of(group)
     # Scalars in float64: the square of a large float32 norm would overflow.
-    own = torch.stack(
-        [
-            torch.zeros((), dtype=torch.float64, device=device),
-            *(norm.to(device=device, dtype=torch.float64) for norm in norms),
-        ]
-    )
-    total = _largest(own, group) if norm_type == math.inf else _summed(own, norm_type, group)
+    device = params[0].device if params else _device_of(group)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    try:
+        grads = _grads_of(params)
+        _check_group(dict.fromkeys(grad.device_mesh for grad in grads), group)
+    except (ValueError, RuntimeError):
+        _combined(zero.fill_(math.nan), norm_type, group)  # others may be waiting for this rank
+        raise
+    counted = [grad.to_local() for grad in grads if is_primary(grad)]
+    norms = _local_norms(counted, norm_type, foreach=foreach)
+    total = _combined(torch.stack([zero, *(norm.to(zero) for norm in norms)]), norm_type, group)
     is_double = any(param.dtype is torch.float64 for param in params)
     return total if is_double else total.float()
+
+
+def _combined(norms: Tensor, norm_type: float, group: ProcessGroup | None) -> Tensor:
+    """The norm of all ranks' ``norms``. Collective."""
+    return _largest(norms, group) if norm_type == math.inf else _summed(norms, norm_type, group)
 
 
 def _summed(norms: Tensor, norm_type: float, group: ProcessGroup | None) -> Tensor:
@@ -192,17 +200,6 @@ def _grads_of(params: Iterable[Tensor]) -> list[DTensor]:
                 "fully_shard on the whole model"
             )
     return grads
-
-
-def _counts_here(grad: DTensor) -> bool:
-    """Along a mesh dimension that replicates, every rank has the same: the first counts it."""
-    place = grad.device_mesh.get_coordinate()
-    assert place is not None, "a rank of the mesh holds the gradient"
-    return all(
-        index == 0
-        for index, placement in zip(place, grad.placements, strict=True)
-        if placement.is_replicate()
-    )
 
 
 def _check_group(meshes: Iterable[DeviceMesh], group: ProcessGroup | None) -> None:

@@ -38,7 +38,8 @@ class GradScaler(torch.amp.GradScaler):
         group: all ranks that hold a part of the model; default: the world.
 
     Raises:
-        ValueError: (``unscale_``, ``step``) gradients are float16, which cannot hold small ones.
+        ValueError: (``unscale_``, ``step``) gradients are float16, which cannot hold small ones. A
+            rank without such gradients is not left waiting: it is told of an overflow, and skips.
     """
 
     def __init__(
@@ -66,16 +67,21 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """What ``unscale_`` and ``step`` call, here as in torch's ``ShardedGradScaler``."""
-        for dtype, grads in _local_grads(optimizer).items():
-            if dtype is torch.float16 and not allow_fp16:
-                raise ValueError(
-                    "gradients are float16; expected float32 or bfloat16, as scaling back would "
-                    "round small ones to zero. Keep the main weights in float32"
+        by_dtype = _local_grads(optimizer)
+        is_refused = torch.float16 in by_dtype and not allow_fp16
+        if is_refused:
+            found_inf.fill_(1.0)
+        else:
+            for grads in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
+                    grads, found_inf, inv_scale
                 )
-            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
-                grads, found_inf, inv_scale
-            )
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
+        if is_refused:  # not before: other ranks, whose gradients may be all right, would wait
+            raise ValueError(
+                "gradients are float16; expected float32 or bfloat16, as scaling back would "
+                "round small ones to zero. Keep the main weights in float32"
+            )
         return {found_inf.device: found_inf}
 
 

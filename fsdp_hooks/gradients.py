@@ -3,16 +3,25 @@
 Each step goes by one lane, and none waits for a later one::
 
     accumulate (comp)  autograd's gradient of one parameter     -> pending[microbatch]
+    or, fused: written by its maker straight into the reduction's input
     seal       (comp)  a microbatch's contributions are done    -> sealed
     reduce     (rs)    allocate, pack, launch, scale, add       -> step gradient
     take       (host)  at the end of a step
 
-Until ``take`` nothing outside the step has changed: a step that fails can be dropped whole.
+Until ``take`` nothing outside has changed: a backward, or a schedule's step, that fails is dropped
+whole. What earlier backwards left for one reduction a step goes with it: the failed one has added
+to their sums, and to keep a sum beside each would take the memory of all gradients once more.
+
+What ``reduce`` reads lives until it is read. On CPU the sealed record holds it, and the RS lane is
+through with it when ``reduce`` returns. On CUDA ``reduce`` has only launched the copy then, and
+memory that the comp lane allocated would go back to the comp lane at once; so the unit holds what
+``reduce`` returns until the comp lane has waited for the reduction (``FsdpUnit.drop_reduced``). The
+kept sums need no such care: ``take`` and ``drop`` come behind both lanes.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,15 +30,36 @@ from fsdp_hooks.collectives import Communicator
 from fsdp_hooks.layout import Layout
 from fsdp_hooks.placement import Placement
 from fsdp_hooks.precision import Dtypes
+from fsdp_hooks.wgrad import Destination
+
+_STEP: Final = -1
+"""The key of what all microbatches of a step share, where others have a microbatch's number."""
 
 Grads = list[Tensor | None]
 """One for each parameter of a group; None where there is no contribution."""
+
+
+@final
+class _Input:
+    """A reduction's input that fused weight gradients are written into, ahead of the reduction.
+
+    The comp lane allocates it, at the first write: on the RS lane the write would have to wait for
+    every reduction that was issued before, and none would run under the next unit's backward.
+    """
+
+    __slots__ = ("whole", "written")
+
+    def __init__(self, whole: Tensor, num_params: int) -> None:
+        self.whole = whole
+        self.written = [False] * num_params
 
 
 class _Sealed(NamedTuple):
     """What one reduction reads."""
 
     grads: Grads
+    input: _Input | None
+    """Where fused gradients are; ``grads`` are added to it."""
     is_last: bool
     """Whether the step's gradient is complete with it."""
 
@@ -67,13 +97,47 @@ class Gradients:
         self._dtypes = dtypes
         self._device = device
         self._pending: dict[int, Grads] = {}
-        self._accumulated: Grads | None = None
         self._sealed: deque[_Sealed] = deque()
+        self._accumulated: Grads | None = None
         self._awaits_outer = False
         """In the comp lane, ahead of the rs lane: whether the step's sum has yet to go outside."""
         self._inner_sum: Tensor | None = None
         """Of the step so far, where outer ranks have yet to add theirs; main dtype."""
+        self._keeps = False
+        """Whether backwards that have ended left some of that for the step's end."""
+        self._inputs: dict[int, _Input] = {}
+        """By microbatch; ``_STEP``: of all microbatches that are reduced together."""
         self._step_grad: Tensor | None = None
+
+    def destination(
+        self, index: int, microbatch: int, *, each_microbatch: bool, is_tied: bool
+    ) -> Destination:
+        """Comp lane: where a fused gradient of parameter ``index`` is written or added.
+
+        Args:
+            index: of the parameter.
+            microbatch: whose gradient it is.
+            each_microbatch: whether each microbatch is reduced on its own.
+            is_tied: whether several layers hold the parameter. Over microbatches it is summed as
+                other gradients are, each microbatch's first: layers may take turns otherwise.
+        """
+        if is_tied and not each_microbatch:
+            pending = self._pending_of(microbatch)
+            if (held := pending[index]) is not None:
+                return Destination(held, is_fresh=False)
+            shape = self._layout.extents[index].shape
+            pending[index] = made = torch.empty(shape, dtype=self._dtypes.main, device=self._device)
+            return Destination(made, is_fresh=True)
+        key, dtype = (
+            (microbatch, self._dtypes.reduce) if each_microbatch else (_STEP, self._dtypes.main)
+        )
+        if (input_ := self._inputs.get(key)) is None:
+            whole = torch.empty(self._layout.numel, dtype=dtype, device=self._device)
+            input_ = self._inputs[key] = _Input(whole, len(self._layout.extents))
+        extent = self._layout.extents[index]
+        is_fresh = not input_.written[index]
+        input_.written[index] = True
+        return Destination(input_.whole[extent.start : extent.stop].view(extent.shape), is_fresh)
 
     def accumulate(self, index: int, microbatch: int, grad: Tensor) -> None:
         """Comp lane: the one door for every contribution to parameter ``index``.
@@ -81,9 +145,7 @@ class Gradients:
         A parameter used more than once sums its contributions of a microbatch first, in the
         order of autograd (last forward use first), as one graph of the whole model would.
         """
-        pending = self._pending.get(microbatch)
-        if pending is None:
-            pending = self._pending[microbatch] = self._none()
+        pending = self._pending_of(microbatch)
         held = pending[index]
         pending[index] = grad if held is None else held.add_(grad)
 
@@ -107,7 +169,8 @@ class Gradients:
         self._accumulated = None if is_reduced else grads
         if is_reduced:
             self._awaits_outer = self._has_outer and not is_last
-            self._sealed.append(_Sealed(grads, is_last))
+            input_ = self._inputs.pop(microbatch, None) or self._inputs.pop(_STEP, None)
+            self._sealed.append(_Sealed(grads, input_, is_last))
 
     def reduce(
         self, inner: Communicator | None, outer: Communicator | None, *, divisor: int
@@ -133,17 +196,19 @@ class Gradients:
                 "reduce() of a unit with nothing sealed; call seal() once a microbatch's "
                 "contributions are complete, then reduce()"
             )
-        grads, is_last = self._sealed.popleft()
+        grads, input_, is_last = self._sealed.popleft()
+        read = grads if input_ is None else [*grads, input_.whole]
         # A sum of many gradients can leave float16's range, where their mean does not.
         scales_first = self._dtypes.reduce is torch.float16 and divisor != 1
-        whole = self._pack(grads, 1.0 / divisor if scales_first else None)
+        scale = 1.0 / divisor if scales_first else None
+        whole = self._pack(grads, scale) if input_ is None else self._complete(input_, grads, scale)
         reduced = self._reduced(whole, inner)
         if not scales_first and divisor != 1:
             reduced.mul_(1.0 / divisor)
         if outer is None:
             held = self._step_grad
             self._step_grad = reduced if held is None else held.add_(reduced)
-            return grads
+            return read
         held = self._inner_sum
         inner_sum = reduced if held is None else held.add_(reduced)
         self._inner_sum = None if is_last else inner_sum
@@ -151,31 +216,45 @@ class Gradients:
             summed = self._summed_outside(inner_sum, outer)
             held = self._step_grad
             self._step_grad = summed if held is None else held.add_(summed)
-        return grads
+        return read
 
     def take(self) -> Tensor | None:
-        """Host, after every reduction: the step's gradient, laid out like the main weights."""
+        """Host, after every reduction: what was reduced for good, laid out like the main weights;
+        what is left for the step's end is kept."""
+        self._keeps = self.holds_contributions(is_last=True)
         step_grad, self._step_grad = self._step_grad, None
         return step_grad
 
     def holds_contributions(self, *, is_last: bool) -> bool:
         """Whether gradients wait for ``seal``, or an end of the step for what was accumulated."""
-        return bool(self._pending) or (
-            is_last and (self._accumulated is not None or self._awaits_outer)
-        )
+        if is_last and (self._accumulated is not None or self._awaits_outer):
+            return True
+        inputs = self._inputs.keys() if is_last else self._inputs.keys() - {_STEP}
+        return bool(self._pending or inputs)
 
-    def drop(self) -> None:
-        """After a failure: forget all of this step's contributions."""
+    def drop(self) -> bool:
+        """After a failure: forget all contributions. Returns whether some were of backwards that had
+        ended."""
+        had_kept = self._keeps
         self._pending.clear()
         self._sealed.clear()
         self._step_grad = None
         self.drop_kept()
+        return had_kept
 
     def drop_kept(self) -> None:
-        """Host, between backwards: forget what earlier microbatches left for the step's end."""
+        """Host, between backwards: forget what earlier ones left for the step's end."""
         self._accumulated = None
         self._awaits_outer = False
         self._inner_sum = None
+        self._inputs.clear()
+        self._keeps = False
+
+    def _pending_of(self, microbatch: int) -> Grads:
+        pending = self._pending.get(microbatch)
+        if pending is None:
+            pending = self._pending[microbatch] = self._none()
+        return pending
 
     def _none(self) -> Grads:
         return [None] * len(self._layout.extents)
@@ -200,6 +279,24 @@ class Gradients:
         if views:
             torch._foreach_copy_(views, present)  # pyright: ignore[reportPrivateUsage]
         return whole
+
+    def _complete(
+        self, input_: _Input, grads: Sequence[Tensor | None], scale: float | None
+    ) -> Tensor:
+        """As ``_pack``, where fused gradients are written already."""
+        for extent, grad, is_written in zip(
+            self._layout.extents, grads, input_.written, strict=True
+        ):
+            view = input_.whole[extent.start : extent.stop].view(extent.shape)
+            if grad is None:
+                if not is_written:
+                    view.zero_()
+            elif is_written:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+        whole = input_.whole if scale is None else input_.whole.mul_(scale)
+        return whole.to(self._dtypes.reduce)
 
     def _reduced(self, whole: Tensor, inner: Communicator | None) -> Tensor:
         """The sum over inner ranks. Scaling is apart: gloo has no AVG, and an expert's group is

@@ -88,6 +88,9 @@ class ModuleHooks:
         self._prefetch = Prefetch(root, self._uses)
         self._order = self._prefetch.order
         self._has_warned = False
+        self._uncompared = {True, False}
+        """Forwards with gradients (and their backwards) and without: those whose order has yet to
+        be compared with other ranks'. Once each: which step is its first, all ranks agree on."""
         self._running: list[_Running] = []
         self._forward = Forward()
         self._backward: _Backward | None = None
@@ -180,7 +183,8 @@ class ModuleHooks:
         else:
             # A forward without its backward yet. The optimizer may have stepped since, so nothing
             # that it left gathered is trusted.
-            self._root.release_all()
+            self._root.begin_another_forward()
+        self._context.compares_order = torch.is_grad_enabled() in self._uncompared
         self._order.expect_nothing()
         self._forward = Forward()
 
@@ -199,6 +203,8 @@ class ModuleHooks:
         has_backward = torch.is_grad_enabled() and self._watch(use, inputs, output)
         if is_outermost and not has_backward:
             self._root.end()
+            if not (raised or torch.is_grad_enabled()):
+                self._uncompared.discard(False)
         else:
             use.is_recomputed = in_backward
             self._prefetch.look_ahead()
@@ -275,6 +281,7 @@ class ModuleHooks:
     def _begin_backward(self) -> _Backward:
         self._queue_end()
         self._backward = backward = _Backward()
+        self._context.compares_order = True in self._uncompared
         if self._context.driver is Driver.REST:  # an earlier backward's end swapped out
             self._root.begin(Driver.HOOKS)
         self._root.pre_backward(0)
@@ -330,6 +337,8 @@ class ModuleHooks:
     def _seal(self, unit: FsdpUnit) -> None:
         is_last = self._context.is_last_microbatch
         caller = self._context.caller
+        if self._root.postpones_end:
+            return  # its weights' gradients are yet to be made
         unit.seal(0, is_last=is_last)
         if not unit.is_trainable or not (is_last or unit.reduces_each_microbatch):
             return
@@ -359,7 +368,12 @@ class ModuleHooks:
             self._root.abort()
             raise
         self._reset()
-        self._root.end()
+        if self._root.postpones_end:
+            self._root.release_units()
+        else:
+            self._root.end()
+        if self._context.is_last_microbatch:
+            self._uncompared.discard(True)
 
     def _reset(self) -> None:
         """No backward runs any more."""

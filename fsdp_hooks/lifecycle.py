@@ -40,6 +40,7 @@ from typing import Final, Protocol, final
 from torch import nn
 
 from fsdp_hooks.streams import Event, StreamObserver, completed
+from fsdp_hooks.wgrad import AutogradSink, GradSink
 
 
 class UnitState(Enum):
@@ -169,6 +170,19 @@ class RootLifecycle(Protocol):
         """The other units, in registration order."""
         ...
 
+    @property
+    def grad_sink(self) -> GradSink:
+        """Takes the weight gradients that autograd does not carry (``wgrad.py``)."""
+        ...
+
+    postpones_end: bool
+    """On the standard path: whether a backward's end waits for ``end_postponed``, because some of
+    its weight gradients are yet to be made."""
+
+    def end_postponed(self) -> None:
+        """They are made: reduce, publish, and swap back, as the backwards' end would have."""
+        ...
+
     def observe(self, observer: StreamObserver | None) -> None:
         """Let ``observer`` see the lanes that are the sharding's own."""
         ...
@@ -198,7 +212,7 @@ class RootLifecycle(Protocol):
         ...
 
     def abort(self) -> None:
-        """After a failure, with drained streams: drop gradients of this step, release all."""
+        """After a failure, with drained streams: drop gradients since ``begin``, release all."""
         ...
 
 
@@ -228,6 +242,12 @@ class NoSharding:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+
+        self.grad_sink: GradSink = AutogradSink()
+        self.postpones_end = False
+
+    def end_postponed(self) -> None:
+        """Gradients are where they go."""
 
     def observe(self, observer: StreamObserver | None) -> None:
         """Nobody to observe."""

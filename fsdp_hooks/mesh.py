@@ -16,6 +16,7 @@ from typing import final
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +71,17 @@ class GroupMesh:
         group = self.device_mesh.get_group(dim)
         members = tuple(dist.get_process_group_ranks(group))
         return Ranks(members=members, position=self.device_mesh.get_local_rank(dim))
+
+
+def is_primary(tensor: DTensor) -> bool:
+    """Whether this rank's rows are those that count, in a norm or a checkpoint.
+
+    Along a mesh dimension that replicates, every rank has the same: the first one's count.
+    """
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "a rank of the mesh holds the tensor"
+    return all(
+        index == 0
+        for index, placement in zip(place, tensor.placements, strict=True)
+        if placement.is_replicate()
+    )

@@ -37,13 +37,13 @@ def hook_module_state(module: nn.Module, groups: Sequence[ParamGroup]) -> None:
         module: nn.Module, state: MutableMapping[str, Any], prefix: str, metadata: object
     ) -> None:
         for key, of_unit in within(state, prefix):
-            state[key] = of_unit.given(state[key])
+            state[key] = of_unit.shard(state[key])
 
     def before_load(
         module: nn.Module, state: MutableMapping[str, Any], prefix: str, *rest: object
     ) -> None:
         for key, of_unit in within(state, prefix):
-            state[key] = of_unit.taken(state[key], key)
+            state[key] = of_unit.sharded(state[key], key)
 
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
@@ -56,19 +56,19 @@ class _Held:
     group: ParamGroup
     index: int
 
-    def given(self, sharded: object) -> object:
-        """What ``state_dict()`` holds for it."""
-        if not isinstance(sharded, DTensor):
-            return sharded
+    def shard(self, value: object) -> object:
+        """What ``state_dict()`` gives for it: this rank's rows."""
+        if not isinstance(value, DTensor):
+            return value
         return tensor_shard(
-            sharded.to_local(),
-            shape=sharded.shape,
+            value.to_local(),
+            shape=value.shape,
             first_row=self.group.rows(self.index)[0],
             is_primary=self.group.is_primary,
         )
 
-    def taken(self, given: object, key: str) -> object:
-        """What ``load_state_dict()`` is given for it, as a DTensor of its own kind.
+    def sharded(self, given: object, key: str) -> object:
+        """What ``load_state_dict()`` was given for it, as a DTensor of its own kind.
 
         Raises:
             RuntimeError: shards of another layout.

@@ -102,7 +102,7 @@ class PrefetchOrder:
             found[self._coming[position]] = None
         return list(found)
 
-    def last_used(self, names: Sequence[str]) -> str:
+    def farthest(self, names: Sequence[str]) -> str:
         """That one of the units whose next use is farthest, or not expected at all."""
         coming = self._coming[self._position :]
         return max(names, key=lambda name: coming.index(name) if name in coming else len(coming))

@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_hooks.buffer import rows_of
 from fsdp_hooks.gradients import Gradients
 from fsdp_hooks.layout import flat_layout
-from fsdp_hooks.mesh import GroupMesh
+from fsdp_hooks.mesh import GroupMesh, is_primary
 from fsdp_hooks.placeholder import Placeholder, placeholder_for, relinquish
 from fsdp_hooks.placement import WHOLE, Placement, Placements
 from fsdp_hooks.precision import Dtypes
 from fsdp_hooks.weights import Parts, Weights
+from fsdp_hooks.wgrad import Destination
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +128,18 @@ class ParamGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this rank's main weights are those that count where several ranks hold the same:
-        it writes them to a checkpoint, and adds them to a norm."""
-        return (self.placements.main is Placement.SHARD or self.mesh.inner.position == 0) and (
-            self.outer is Placement.SHARD or self.mesh.outer.position == 0
+        """Whether a checkpoint takes the main weights from this rank."""
+        sharded = self.sharded_params[0]
+        assert isinstance(sharded, DTensor), "a sharded parameter is a DTensor"
+        return is_primary(sharded)
+
+    def destination(self, index: int, microbatch: int, *, each_microbatch: bool) -> Destination:
+        """Where a fused gradient of parameter ``index`` goes (``Gradients.destination``)."""
+        return self.gradients.destination(
+            index,
+            microbatch,
+            each_microbatch=each_microbatch,
+            is_tied=len(self.slots[index].owners) > 1,
         )
 
     # ---- where the module's parameters are ----------------------------------------------------
@@ -169,7 +178,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Host, after every reduction: add the step's gradient to ``.grad``."""
+        """Host, after every reduction: add what was reduced to ``.grad``."""
         if (step_grad := self.gradients.take()) is None:
             return
         for index, param in enumerate(self.sharded_params):
@@ -197,11 +206,11 @@ class ParamGroup:
             elif param.grad is not None:
                 param.grad.detach_().zero_()
 
-    def drop_grads(self) -> None:
-        """After a failure: forget all of this step's contributions."""
-        self.gradients.drop()
+    def drop_grads(self) -> bool:
+        """After a failure: forget all contributions (``Gradients.drop``)."""
         for param in self.compute_params:
             param.grad = None
+        return self.gradients.drop()
 
     # ---- construction -------------------------------------------------------------------------
 

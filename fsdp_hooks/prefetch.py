@@ -14,7 +14,9 @@ what is issued and not released is what lives there. With a budget
 * a gather on demand always goes, and first releases what is not in use, the unit used last first,
   as far as it must;
 * so unsharded bytes never exceed the larger of the budget and what is in use at one time;
-* a budget is refused if a unit and those around it, the root among them, do not fit.
+* a budget is refused if a unit and those around it, the root among them, do not fit;
+* a unit counts with its bytes on the rank where it has most (ranks may hold unlike experts): all
+  ranks must gather in one order, so what fits is decided alike.
 
 Without one they never exceed what is in use, what was recomputed, and ``prefetch_depth`` units.
 """
@@ -93,10 +95,11 @@ class Prefetch:
         self._caller = root.context.caller
         self._depth = root.context.prefetch_depth
         self._budget = root.context.max_unsharded_bytes
+        self._bytes = _unsharded_bytes(root)
         self._uses = uses
         self._gathered: dict[str, Use] = {}
         """At least those that are live: the end of a step releases without asking here."""
-        _check(root)
+        _check(root, self._bytes)
 
     def gather(self, use: Use) -> None:
         """On demand: the caller's next work reads the parameters."""
@@ -104,7 +107,7 @@ class Prefetch:
         if not unit.gathers:
             return
         if self._budget is not None and unit.state is UnitState.SHARDED:
-            self._make_room(self._budget - unit.unsharded_bytes)
+            self._make_room(self._budget - self._bytes[unit.name])
         self._gathered[unit.name] = use
         self._caller.wait(unit.unshard(), word=f"wait for {unit.name}")
 
@@ -123,7 +126,7 @@ class Prefetch:
 
     def _fits(self, unit: FsdpUnit) -> bool:
         budget = self._budget
-        return budget is None or self._live_bytes() + unit.unsharded_bytes <= budget
+        return budget is None or self._live_bytes() + self._bytes[unit.name] <= budget
 
     def _idle(self) -> list[Use]:
         """What could be released now."""
@@ -135,13 +138,13 @@ class Prefetch:
 
     def _live_bytes(self) -> int:
         """Unsharded storage once the AG lane has done what was issued."""
-        return sum(use.unit.unsharded_bytes for use in self._gathered.values() if use.is_live)
+        return sum(self._bytes[use.unit.name] for use in self._gathered.values() if use.is_live)
 
     def _make_room(self, max_bytes: int) -> None:
         """Release what is not in use, the unit used last first, until so much is live."""
         idle = {use.unit.name: use for use in self._idle()}
         while idle and self._live_bytes() > max_bytes:
-            self._release(idle.pop(self.order.last_used(list(idle))))
+            self._release(idle.pop(self.order.farthest(list(idle))))
 
     def _release(self, use: Use) -> None:
         # Behind what the caller has issued: the unit's own compute still reads the storage.
@@ -149,7 +152,15 @@ class Prefetch:
         del self._gathered[use.unit.name]
 
 
-def _check(root: FsdpRoot) -> None:
+def _unsharded_bytes(root: FsdpRoot) -> Mapping[str, int]:
+    """By unit; with a budget the most that any rank has, which takes a collective."""
+    sizes = [unit.unsharded_bytes for unit in root.units]
+    if root.context.max_unsharded_bytes is not None:
+        sizes = root.context.largest(sizes)
+    return {unit.name: size for unit, size in zip(root.units, sizes, strict=True)}
+
+
+def _check(root: FsdpRoot, unsharded_bytes: Mapping[str, int]) -> None:
     context = root.context
     if context.prefetch_depth < 0:
         raise ValueError(
@@ -159,7 +170,7 @@ def _check(root: FsdpRoot) -> None:
     needed: dict[nn.Module, int] = {}
     for unit in root.units:
         for module in unit.module.modules():
-            needed[module] = needed.get(module, 0) + unit.unsharded_bytes
+            needed[module] = needed.get(module, 0) + unsharded_bytes[unit.name]
     largest = max(root.units, key=lambda unit: needed[unit.module])
     budget = context.max_unsharded_bytes
     if budget is not None and budget < needed[largest.module]:

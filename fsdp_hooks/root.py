@@ -1,5 +1,6 @@
 """The root: all units of a module, and the beginning and end of a step."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -7,8 +8,10 @@ from torch import nn
 
 from fsdp_hooks.context import ShardContext
 from fsdp_hooks.lifecycle import Driver, ShardingStats, UnitState
+from fsdp_hooks.sink import UnitSink
 from fsdp_hooks.streams import StreamObserver
 from fsdp_hooks.unit import FsdpUnit
+from fsdp_hooks.wgrad import GradSink
 
 
 @final
@@ -32,6 +35,8 @@ class FsdpRoot:
         self.root_unit = root_unit
         self.inner_units = tuple(units)
         self.context = context
+        self.grad_sink: GradSink = UnitSink(self.units)
+        self.postpones_end = False
         self._has_current_weights = False
         """Whether compute weights were filled within ``microbatch(is_last=False)``: no optimizer
         has stepped since."""
@@ -106,7 +111,7 @@ class FsdpRoot:
         """
         context = self.context
         try:
-            self._release_all()
+            self.release_units()
             # The optimizer, in the caller's stream, must not read gradients before they are
             # reduced nor change main weights while a gather still reads them.
             for stream in (context.rs, context.ag):
@@ -120,6 +125,18 @@ class FsdpRoot:
         if context.is_last_microbatch:
             self.refresh_compute_weights()
 
+    def end_postponed(self) -> None:
+        """All weight gradients are made: reduce what waits for it, and end."""
+        context = self.context
+        is_last = context.is_last_microbatch
+        for unit in self.units:
+            if unit.holds_contributions(is_last=is_last):
+                unit.seal(0, is_last=is_last)
+                if is_last or unit.reduces_each_microbatch:
+                    unit.reduce(after=(context.caller.record(f"backward of {unit.name}"),))
+        if context.driver is not Driver.SCHEDULE:
+            self.end()
+
     def refresh_compute_weights(self) -> None:
         """Main weights have changed: the next forward brings compute weights up to date.
 
@@ -129,30 +146,39 @@ class FsdpRoot:
         """
         self._has_current_weights = False
 
-    def release_all(self) -> None:
-        """A forward begins while an earlier one has had no backward: release what that one left.
+    def begin_another_forward(self) -> None:
+        """While an earlier one has had no backward: release what that one left.
 
         Nor does what it filled count any more, where it stays: there may be no backward to come
         (a validation loss), and the optimizer may have stepped since.
         """
-        self._release_all()
+        self.release_units()
         if not self._note_forward():
             self.context.caller.wait_stream(self.context.ag)
             self._swap_in(is_fresh=False)
 
-    def _release_all(self) -> None:
+    def release_units(self) -> None:
         """Issue the release of every unit that is still gathered, behind the caller's work."""
         for unit in self.units:
             if unit.releases and unit.state is UnitState.UNSHARDED:
                 unit.reshard(after=(self.context.caller.record("end"),))
 
     def abort(self) -> None:
-        """Drain the lanes and drop this step: nothing gathered, no gradient of it kept."""
+        """Drain the lanes and drop what is under way: nothing gathered, none of its gradients.
+
+        Warns if gradients of earlier backwards, which waited for the step's one reduction, go with
+        it. What is in ``.grad`` stays.
+        """
         for stream in (self.context.ag, self.context.rs):
             stream.synchronize()
             stream.reset()
-        for unit in self.units:
-            unit.abandon()
+        had_kept = [unit.abandon() for unit in self.units]
         self.refresh_compute_weights()
         self.context.driver = Driver.REST
         self.context.microbatch = 0
+        if any(had_kept):
+            warnings.warn(
+                "a backward failed, and the gradients of this step's earlier microbatches, which "
+                "waited for its one reduction, are dropped with it: repeat the whole step",
+                stacklevel=2,
+            )

@@ -30,6 +30,7 @@ from fsdp_hooks.placement import Placement, outer_placement_of, placements_of
 from fsdp_hooks.precision import MixedPrecision, dtypes_of
 from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.unit import FsdpUnit
+from fsdp_hooks.wgrad import ManagedLayer
 
 MeshOf = Callable[[str, nn.Parameter], DeviceMesh]
 """Parameter name (from the sharded module) and parameter -> its mesh: dense or expert."""
@@ -148,6 +149,11 @@ def fully_shard[ModuleT: nn.Module](
         raise ValueError(f"grad_divisor is {grad_divisor}; expected at least 1")
     if isinstance(module, ShardedModule):
         raise ValueError(f"{_title(module)} is sharded already; call fully_shard once a module")
+    if any(isinstance(m, ManagedLayer) and m.wgrad is not None for m in module.modules()):
+        raise ValueError(
+            f"weight gradients of {_title(module)} are managed already, and would go past its "
+            "reductions; expected manage_wgrad after fully_shard. Call it last, on the whole model"
+        )
     mesh_of: MeshOf = (lambda name, param: mesh) if isinstance(mesh, DeviceMesh) else mesh
     own = (child for _, child in _outside_of_units(module, ""))
     materialize(own, _device_type(module, mesh), init_fn)

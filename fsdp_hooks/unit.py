@@ -6,15 +6,18 @@
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 from weakref import ref
 
 from torch import Tensor, nn
 
+from fsdp_hooks.collectives import Communicator
 from fsdp_hooks.context import ShardContext
 from fsdp_hooks.lifecycle import LEGAL_MOVES, NOTHING_DONE, UnitState
 from fsdp_hooks.param_group import ParamGroup
 from fsdp_hooks.streams import Event
+from fsdp_hooks.wgrad import Destination
 
 
 @final
@@ -101,8 +104,9 @@ class FsdpUnit:
         if not self.gathers or self._state is UnitState.UNSHARDED:
             return self._gathered
         self._move(UnitState.UNSHARDED, "unshard")
+        gather = partial(self._fill, compares=self._context.compares_order)
         self._gathered = self._context.ag.run(
-            self._gather, word=word or self._words["UNSHARD"], after=after
+            gather, word=word or self._words["UNSHARD"], after=after
         )
         return self._gathered
 
@@ -119,7 +123,8 @@ class FsdpUnit:
 
     def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
         """Issue the reduction of the oldest sealed gradients, behind ``after``."""
-        return self._context.rs.run(self._reduce, word=word or self._words["REDUCE"], after=after)
+        reduce = partial(self._reduce, compares=self._context.compares_order)
+        return self._context.rs.run(reduce, word=word or self._words["REDUCE"], after=after)
 
     def drop_reduced(self) -> None:
         """Let go of what the oldest reduction read: the comp lane has waited for it."""
@@ -140,8 +145,11 @@ class FsdpUnit:
     def ensure(self) -> None:
         """The safety net under a schedule: parameters are there when this returns.
 
-        A gather here is a miss. The plan's checker proves that no gather of the unit is queued and
-        unfinished meanwhile.
+        A gather here is a miss. No gather of the unit may be queued and unfinished meanwhile: a
+        plan's checker proves that each reader waits for it, and a driver of one's own has to see to
+        it (``after=`` of the reader). It cannot be checked here. Where compute runs in a worker the
+        host is ahead, so an issued state of UNSHARDED may be that of a later use, which this one
+        rightly does not wait for; and whether a gather has finished is a matter of timing.
         """
         if self._stream_state is UnitState.UNSHARDED or not self.gathers:
             return
@@ -152,6 +160,12 @@ class FsdpUnit:
         """The door for a contribution, whoever made it."""
         group.gradients.accumulate(index, self._context.microbatch, grad)
 
+    def destination(self, group: ParamGroup, index: int) -> Destination:
+        """Where a fused weight gradient goes. The caller writes it before it does anything else."""
+        return group.destination(
+            index, self._context.microbatch, each_microbatch=self.reduces_each_microbatch
+        )
+
     def seal(self, microbatch: int, *, is_last: bool) -> None:
         """This microbatch's contributions are complete."""
         is_reduced = is_last or self.reduces_each_microbatch
@@ -161,14 +175,13 @@ class FsdpUnit:
 
     # ---- queued work --------------------------------------------------------------------------
 
-    def _gather(self) -> None:
-        self._fill(rescue=False)
-
-    def _fill(self, *, rescue: bool) -> None:
+    def _fill(self, *, rescue: bool = False, compares: bool = False) -> None:
         for group in self.groups:
             if group.gathers:
                 over = self._context.communicators(group.mesh)
                 inner, outer = (c and (c.rescue if rescue else c.gather) for c in over)
+                if compares:
+                    self._compare("UNSHARD", inner, outer)
                 if not self._is_fresh:
                     group.weights.refresh(outer)
                 group.weights.gather(inner)
@@ -187,15 +200,35 @@ class FsdpUnit:
             self._context.counters.add(unsharded_bytes=-self.unsharded_bytes)
         self._stream_state = UnitState.SHARDED
 
-    def _reduce(self) -> None:
+    def _reduce(self, *, compares: bool) -> None:
         read: list[Tensor | None] = []
         for group in self.groups:
             if group.requires_grad:
                 inner, outer = (c and c.reduce for c in self._context.communicators(group.mesh))
+                if compares:
+                    self._compare("REDUCE", inner, outer)
                 read += group.gradients.reduce(inner, outer, divisor=self._context.grad_divisor)
         if self._context.runs_after_launch:
             # Given back now, the comp lane would write over what the RS lane has yet to read.
             self._being_reduced.append(read)
+
+    def _compare(self, op: str, *communicators: Communicator | None) -> None:
+        """Whether all ranks of a mesh are at this unit.
+
+        Raises:
+            RuntimeError: some are at another one; on every rank of the mesh.
+        """
+        own = self._words[op]
+        words = {own}
+        for communicator in communicators:
+            if communicator is not None:
+                words = words.union(*communicator.exchange(words))
+        if others := sorted(words - {own}):
+            raise RuntimeError(
+                f"this rank comes to {own}, others to {', '.join(others)}; expected every rank to "
+                "use the units in one order. Let forward() call them in an order that does not "
+                "depend on the rank or its data"
+            )
 
     # ---- begin, end, abort; called with drained lanes -----------------------------------------
 
@@ -230,15 +263,17 @@ class FsdpUnit:
             group.publish()
             group.install(group.sharded_params)
 
-    def abandon(self) -> None:
-        """After a failure: release, and forget the step's gradients."""
+    def abandon(self) -> bool:
+        """After a failure: release, and forget all contributions (``Gradients.drop``)."""
         if self.releases:
             self._release()
         self._forget_weights()
         self._being_reduced.clear()
+        had_kept = False
         for group in self.groups:
-            group.drop_grads()
+            had_kept |= group.drop_grads()
             group.install(group.sharded_params)
+        return had_kept
 
     def _forget_weights(self) -> None:
         """What was filled counts no more; what releases has released it already."""

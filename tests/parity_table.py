@@ -101,12 +101,12 @@ def cells_of(layouts: Sequence[Layout], megatron: bool) -> list[Cell]:
     groups = Groups()
     cells: list[Cell] = []
     with megatron_on_cpu() if megatron else nullcontext():
-        expected = {case: _one_process(case) for case in _lone_cases(layouts, megatron=megatron)}
+        expected = {case: one_process(case) for case in _lone_cases(layouts, megatron=megatron)}
         replicated: dict[tuple[int, bool | None], dict[str, Tensor]] = {}
         for layout in layouts:
             for case in cases_of(layout, megatron=megatron):
                 found = support.differences(case, groups=groups)
-                ours = _of_all_ranks(case, groups, expected[_lone(case)].routing)
+                ours = of_all_ranks(case, groups, expected[lone(case)].routing)
                 key = (case.microbatches, case.reduce_each)
                 if case.strategy == "no_shard":
                     replicated[key] = ours
@@ -115,8 +115,8 @@ def cells_of(layouts: Sequence[Layout], megatron: bool) -> list[Cell]:
                         layout=layout.title,
                         case=case,
                         differences=tuple(found),
-                        from_one_process=_error(ours, expected[_lone(case)].gradients),
-                        from_no_shard=_error(ours, replicated[key]),
+                        from_one_process=error(ours, expected[lone(case)].gradients),
+                        from_no_shard=error(ours, replicated[key]),
                     )
                 )
     return cells
@@ -134,15 +134,15 @@ class _Expected:
     """Of each router's call, rank by rank; megatron-core's alone."""
 
 
-def _lone(case: Case) -> Case:
+def lone(case: Case) -> Case:
     return replace(case, strategy=None, hybrid=None, reduce_each=None, ep=1)
 
 
 def _lone_cases(layouts: Sequence[Layout], *, megatron: bool) -> set[Case]:
-    return {_lone(case) for layout in layouts for case in cases_of(layout, megatron=megatron)}
+    return {lone(case) for layout in layouts for case in cases_of(layout, megatron=megatron)}
 
 
-def _one_process(case: Case) -> _Expected:
+def one_process(case: Case) -> _Expected:
     parts, loss_fn, num_ranks = support.build(case), support.loss_of(case), dist.get_world_size()
     routing = _recorded_routing(parts) if case.megatron else None
     for rank in range(num_ranks):
@@ -177,7 +177,7 @@ def _global_names(parts: Any, case: Case) -> dict[str, str]:
 # ---- all ranks -----------------------------------------------------------------------------------
 
 
-def _of_all_ranks(
+def of_all_ranks(
     case: Case, groups: Groups, expected_routing: list[Tensor] | None
 ) -> dict[str, Tensor]:
     """Gradients of a standard step, whole, by global name. Collective."""
@@ -215,7 +215,7 @@ def _own_pieces(module: nn.Module) -> Iterator[tuple[str, tuple[int, Tensor]]]:
                     yield f"{prefix}{slot.name}", (group.rows(index)[0], rows)
 
 
-def _error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     return max(
         float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in theirs

@@ -28,6 +28,7 @@ from fsdp_hooks.lifecycle import Driver, UnitState, lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
 from fsdp_hooks.precision import MixedPrecision
 from fsdp_hooks.streams import StreamKind
+from fsdp_hooks.wgrad_layers import manage_wgrad
 
 SEQ_LENGTH = 8
 BATCH_SIZE = 2
@@ -55,6 +56,12 @@ class Case:
     """The outer strategy: half of the ranks hold replicas of the others' shards."""
     reduce_each: bool | None = None
     mp: MixedPrecision | None = None
+    delay: bool = False
+    """Delayed weight gradients; never in the baseline."""
+    dispatch_over: bool = False
+    """The backward of dispatch over the experts' weight gradients; never in the baseline."""
+    fuse: bool = False
+    """Fused weight gradients, in the baseline too."""
 
     @property
     def config(self) -> OverlapConfig:
@@ -63,6 +70,8 @@ class Case:
             order=self.order,
             order_text=self.order_text,
             max_unsharded_units=self.budget,
+            delay_wgrad=self.delay,
+            dispatch_over_wgrad=self.dispatch_over,
             trace=True,
         )
 
@@ -122,6 +131,8 @@ def build(case: Case, groups: Groups | None = None) -> Any:
     parts = _megatron(case, groups) if case.megatron else reference(case, groups)
     if case.strategy is not None:
         _shard(parts, case, groups)
+    if case.fuse:
+        manage_wgrad(parts.module, fuse=True, layer_types=parts.wgrad_layers)
     return parts
 
 

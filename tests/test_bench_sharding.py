@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 from ep_overlap.cli import main
 from ep_overlap.commands.argument_checks import remarks
-from ep_overlap.commands.arguments import BenchArguments
+from ep_overlap.commands.arguments import BenchArguments, OptimizerName, ShardingPeer
 from ep_overlap.commands.bench_sharding import check_same_work
 from ep_overlap.commands.running import RunFailedError
 from ep_overlap.models.dense import DenseConfig, DenseTransformer
+from ep_overlap.plan.lower import Strategy
 from ep_overlap.report.fsdp2_peak import GatheredBytes
 from ep_overlap.testing import RankPool
 
@@ -169,4 +170,19 @@ def test_settings_of_experts_are_said_to_have_no_effect() -> None:
     args = BenchArguments(sharding=True, num_experts=8, num_layers=3)
     said = [text.partition(" ")[0] for text in remarks(args, {})]
     assert said == ["--num-layers", "--num-experts"]
-    assert list(remarks(BenchArguments(sharding=True), {})) == []
+    used = BenchArguments(
+        sharding=True,
+        against=ShardingPeer.FSDP2,
+        num_blocks=3,
+        optimizer=OptimizerName.SGD,
+        data_parallel_sharding_strategy=Strategy.OPTIM_GRADS_PARAMS,
+    )
+    assert list(remarks(used, {})) == []
+
+
+def test_another_strategy_is_said_to_have_no_effect() -> None:
+    args = BenchArguments(sharding=True, data_parallel_sharding_strategy=Strategy.OPTIM)
+    assert list(remarks(args, {})) == [
+        "--data-parallel-sharding-strategy has no effect with --sharding: it measures "
+        "optim_grads_params"
+    ]

@@ -3,6 +3,7 @@ losses that are injected or counted by token, orders that must not depend on a r
 those of ``docs/bug_kinds.md``."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,14 @@ from sharding_support import (
     WIDTH,
     Grads,
     SharedGroups,
+    Stack,
     clean,
     double,
     input_of,
     root_of,
+    shard_stack,
+    token_loss,
+    tokens_of,
     whole_grads,
     world_mesh,
     worst_error,
@@ -174,8 +179,7 @@ class Logged:
     def __init__(self, inner: Communicator, log: list[tuple[str, int]]) -> None:
         self._inner = inner
         self._log = log
-        self.num_ranks = inner.num_ranks
-        self.rank = inner.rank
+        self.exchange = inner.exchange
 
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
         self._log.append(("all-gather", output.numel()))
@@ -221,6 +225,94 @@ def test_ranks_issue_the_same_collectives_in_one_order_whatever_their_hash_seed(
         assert first_hash != second_hash
     assert first == second
     assert any(first.values())
+
+
+ORDERS = ((0, 1, 2), (1, 0, 2))
+"""In which the two ranks call the blocks."""
+
+
+def unlike_orders(strategy: str, evaluates: bool) -> tuple[str, bool]:
+    """The error of a first step, and whether there are no gradients after it."""
+    rank = dist.get_rank()
+    model = double(Stack)
+    root = shard_stack(model, strategy=strategy)
+    model.order = list(ORDERS[rank])
+    with pytest.raises(RuntimeError) as raised, torch.set_grad_enabled(not evaluates):
+        token_loss(model, tokens_of(rank)).backward()
+    root.abort()
+    assert clean(root)
+    return str(raised.value), all(param.grad is None for param in model.parameters())
+
+
+GATHERS = ("UNSHARD.blocks.2", "UNSHARD.blocks.0")
+"""What the ranks come to after the root and blocks 0 and 1: one by a guess, the other by need."""
+REDUCTIONS = ("REDUCE.blocks.1", "REDUCE.blocks.0")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "evaluates", "words"),
+    [
+        ("optim_grads_params", False, GATHERS),
+        ("optim_grads_params", True, GATHERS),
+        ("optim", False, REDUCTIONS),  # each is gathered once: 0 and 1 come first on both ranks
+        ("no_shard", False, REDUCTIONS),
+    ],
+)
+def test_units_called_in_an_order_of_one_ranks_own_raise_on_all_before_numbers_mix(
+    ranks2: RankPool, strategy: str, evaluates: bool, words: tuple[str, str]
+) -> None:
+    # M#2218. The blocks are of one size: their gathers would go through, with wrong weights.
+    results = ranks2.run(unlike_orders, strategy, evaluates)
+    for (message, has_no_grads), own, other in zip(results, words, words[::-1], strict=True):
+        assert message.startswith(f"this rank comes to {own}, others to {other}; expected every")
+        assert has_no_grads
+
+
+class Exchanges:
+    """A ``Communicator`` that counts how often ranks tell each other where they are."""
+
+    def __init__(self, inner: Communicator, counts: Counter[str], lane: str) -> None:
+        self._inner = inner
+        self._counts = counts
+        self._lane = lane
+        self.all_gather = inner.all_gather
+        self.reduce_scatter = inner.reduce_scatter
+        self.all_reduce = inner.all_reduce
+
+    def exchange[T](self, value: T) -> list[T]:
+        self._counts[self._lane] += 1
+        return self._inner.exchange(value)
+
+
+def exchanges() -> list[dict[str, int]]:
+    """Of two steps, two evaluations, and another step; two microbatches each."""
+    model = double(Stack)
+    context = shard_stack(model).context
+    counts: Counter[str] = Counter()
+    for ranks, made in context._communicators.items():
+        lanes = {
+            lane: Exchanges(getattr(made, lane), counts, lane) for lane in ("gather", "reduce")
+        }
+        context._communicators[ranks] = replace(made, **lanes)
+    found: list[dict[str, int]] = []
+    for evaluates in (False, False, True, True, False):
+        counts.clear()
+        for k in range(2):
+            with torch.set_grad_enabled(not evaluates), microbatch(model, is_last=k == 1):
+                loss = token_loss(model, tokens_of(dist.get_rank(), k))
+                if not evaluates:
+                    loss.backward()
+        found.append(dict(counts))
+    return found
+
+
+def test_ranks_compare_their_order_in_a_first_step_and_a_first_evaluation_alone(
+    ranks2: RankPool,
+) -> None:
+    # Two microbatches: the root, three blocks and, in backward, two of them again; four reductions.
+    first = {"gather": 2 * 6, "reduce": 2 * 4}
+    for counts in ranks2.run(exchanges):
+        assert counts == [first, {}, {"gather": 4}, {}, {}]
 
 
 # ---- losses --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -686,3 +687,52 @@ def test_wrong_uses_are_told_what_to_do(ranks2: RankPool) -> None:
         assert "RuntimeError: rows 0..7 of a sharded tensor of shape (7, 5)" in arithmetic
         assert "state_dict(module, full=True)" in pickled
         assert "RuntimeError: a step is under way (hooks)" in mid_step
+
+
+# ---- one rank fails ------------------------------------------------------------------------------
+
+
+def lone_failures() -> tuple[list[str], float]:
+    """What is said on this rank of calls that are wrong on one rank alone; the longest took (s)."""
+    mesh, groups, rank = world_mesh(), SharedGroups(), dist.get_rank()
+    model, optimizer = sharded("no_shard", mesh, groups)
+    stranger = sgd(double(Net).parameters())
+    names = {name: name for name, _ in model.named_parameters()} if rank else {}
+    said: list[str] = []
+    longest_s = 0.0
+
+    def note(call: Callable[[], object]) -> None:
+        nonlocal longest_s
+        start_s = perf_counter()
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        longest_s = max(longest_s, perf_counter() - start_s)
+
+    note(lambda: state_dict(model, stranger if rank == 1 else optimizer))
+    note(lambda: state_dict(model, global_name=lambda name: names[name]))
+    rows = state_dict(model)
+    note(lambda: load_state_dict(model, rows if rank == 0 else {}))
+    if rank == 0:
+        model.set_extra_state(lambda: None)  # pyright: ignore[reportArgumentType]
+    note(lambda: state_dict(model, full=True))
+    model.note = "new"
+    if rank == 1:
+        token_loss(model, tokens_of(0))
+    note(lambda: state_dict(model))
+    root_of(model).abort()
+    assert same(whole_model(model), flattened(state_dict(model, full=True))) == []
+    return said, longest_s
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all_at_once(ranks2: RankPool) -> None:
+    (first, first_s), (second, second_s) = ranks2.run(lone_failures)
+    assert first == second
+    stranger, unnamed, rows, extra_state, mid_step = first
+    assert "ValueError: rank 1: the optimizer has a parameter of shape (7, 5)" in stranger
+    assert unnamed == "RuntimeError: rank 0: KeyError: 'embed.weight'"
+    assert "RuntimeError: rank 0: rows 0..7 of a sharded tensor" in rows
+    assert re.match(r"RuntimeError: rank 0: \w+: .*lambda", extra_state)
+    assert "RuntimeError: rank 1: a step is under way (hooks)" in mid_step
+    assert max(first_s, second_s) < 10

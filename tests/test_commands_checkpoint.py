@@ -2,14 +2,19 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_commands_run import OVERLAP, SHARDED, SMALL, result_of, run
+from test_commands_run import OVERLAP, ROOT, SHARDED, SMALL, result_of, run
 
 from ep_overlap.cli import main
-from ep_overlap.commands.checkpoint_record import RECORD_FILE
+from ep_overlap.commands.arguments import ModelName, TrainArguments
+from ep_overlap.commands.checkpoint_record import RECORD_FILE, load_problems
 
 TINY = f"--num-layers 2 --num-microbatches 2 {SMALL}"
 SERIES = ("losses", "grad_norms")
@@ -61,19 +66,78 @@ def test_other_ranks_take_the_same_data_and_a_checkpoint_is_replaced_whole(tmp_p
     first = f"{flags} {two} --train-iters 1 --save {saved} {SHARDED}"
     result_of(first, tmp_path / "first.json")
     (saved / "old").write_text("of the checkpoint that was here")
+    link = tmp_path / "link"  # what it points to is replaced
+    link.symlink_to(saved)
     result = result_of(
-        f"{flags} {one} --train-iters 2 --load {saved} --save {saved}", tmp_path / "second.json"
+        f"{flags} {one} --train-iters 2 --load {saved} --save {link}", tmp_path / "second.json"
     )
+    assert link.is_symlink()
     assert result["losses"] == pytest.approx(straight["losses"][1:], rel=1e-5)
     record = json.loads((saved / RECORD_FILE).read_text())
     assert (record["iteration"], record["num_sequences"]) == (2, 8)
+    sizes_bytes = {path.name: path.stat().st_size for path in saved.iterdir()}
+    assert sizes_bytes == record["files"] | {RECORD_FILE: sizes_bytes[RECORD_FILE]}
+    assert {".metadata", "__0_0.distcp"} <= set(record["files"])
     assert not (saved / "old").exists()
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"saved"}
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"saved", "link"}
     done = run(f"{flags} {one} --train-iters 2 --load {saved} --lr 0.5")
     assert done.returncode == 0, done.stderr
     assert "nothing is left to train" in done.stderr
     assert "--lr 0.5: the checkpoint" in done.stderr
     assert "no step was left to do" in done.stdout
+
+
+# ---- what fails on ranks -------------------------------------------------------------------------
+
+ONE_STEP = f"train --model reference --num-layers 1 --num-microbatches 1 {SMALL} --train-iters 1"
+
+
+def test_files_of_the_right_size_with_wrong_bytes_are_refused_in_one_line(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    result_of(f"{ONE_STEP} --nproc 1 --save {saved}", tmp_path / "out.json")
+    for name, said in (
+        ("__0_0.distcp", r": rank 0: \w+: .*"),
+        (".metadata", r": \.metadata: \w+: .*"),
+    ):
+        (saved / name).write_bytes(b"x" * (saved / name).stat().st_size)
+        done = run(f"{ONE_STEP} --nproc 1 --load {saved}")
+        assert done.returncode == 2, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if "warning" not in line]
+        assert re.fullmatch(
+            f"ep-overlap train: error: --load {saved}{said}; the checkpoint is damaged, "
+            "load another",
+            line,
+        )
+
+
+def test_when_one_rank_cannot_save_all_say_why_and_end(tmp_path: Path) -> None:
+    """Rank 0 alone makes the directory; the others would wait for it."""
+    (tmp_path / "saved.incomplete").touch()
+    done = run(f"{ONE_STEP} --save {tmp_path}/saved")
+    assert done.returncode == 1
+    failed = f"failed: RuntimeError: rank 0: FileExistsError: [Errno 17] File exists: '{tmp_path}/"
+    assert done.stderr.count(f"ep-overlap train: {failed}saved.incomplete'") == 2
+    assert "rank 1: [exit code 1]" in done.stderr
+
+
+def test_a_save_without_space_leaves_the_earlier_checkpoint_and_nothing_else(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """A limit on the size of files stands for a full disk."""
+    command = f"{sys.executable} -m ep_overlap.cli {ONE_STEP} --save {checkpoint}"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 20; {command}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    failed = rf"failed: RunFailedError: {checkpoint}.incomplete: rank 0: OSError: .*File too large"
+    assert re.search(failed, done.stderr)
+    assert list(tmp_path.iterdir()) == [checkpoint]
+    assert json.loads((checkpoint / RECORD_FILE).read_text()) == record_of()
 
 
 # ---- refused before a rank starts ----------------------------------------------------------------
@@ -99,6 +163,7 @@ def record_of(**changed: object) -> dict[str, Any]:
         "optimizer": "adamw",
         "model": "reference",
         "sizes": sizes,
+        "files": {},
     }
     return record | changed
 
@@ -145,6 +210,51 @@ def test_what_is_no_checkpoint_is_refused(
     assert "damaged" in refusal(f"--load {checkpoint}", capsys)
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(Path.unlink, "no such file"), (lambda path: path.write_bytes(b"12"), "2 bytes")],
+    ids=["lost", "cut short"],
+)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_that_was_lost_or_cut_short_is_named(
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    change: Callable[[Path], object],
+    found: str,
+) -> None:
+    sizes_bytes = {".metadata": 3, "__0_0.distcp": 3}
+    for each in sizes_bytes:
+        (checkpoint / each).write_bytes(b"123")
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record_of(files=sizes_bytes)))
+    assert "--lr" in refusal(f"--load {checkpoint} --lr -1", capsys)  # whole, as it is
+    assert list(load_problems(checkpoint, TrainArguments(model=ModelName.REFERENCE), {})) == []
+    change(checkpoint / name)
+    assert refusal(f"--load {checkpoint}", capsys) == (
+        f"ep-overlap train: error: --load {checkpoint}: {name}: expected 3 bytes, got {found}; "
+        "the checkpoint is damaged, load another"
+    )
+
+
+@pytest.mark.parametrize("role", ["incomplete", "previous"])
+def test_what_a_save_that_broke_off_left_is_named(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], role: str
+) -> None:
+    """Between its renames: both are whole then, and the newer one is named."""
+    left = checkpoint.with_name(f"saved.{role}")
+    shutil.copytree(checkpoint, left)
+    if role == "incomplete":
+        shutil.copytree(checkpoint, checkpoint.with_name("saved.previous"))
+    shutil.rmtree(checkpoint)
+    assert refusal(f"--load {checkpoint}", capsys).endswith(
+        f"there is no such directory: a --save broke off as it replaced it, and {left} is whole; "
+        f"rename that to {checkpoint}"
+    )
+    (left / RECORD_FILE).unlink()
+    said = refusal(f"--load {checkpoint}", capsys)
+    assert str(left) not in said  # without a record it is not whole
+
+
 def test_saving_over_anything_but_a_checkpoint_is_refused(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,5 +262,6 @@ def test_saving_over_anything_but_a_checkpoint_is_refused(
     assert "expected a directory, got a file" in refusal(f"--save {tmp_path}/file", capsys)
     assert "got a directory with other files" in refusal(f"--save {tmp_path}", capsys)
     assert "there is no directory" in refusal(f"--save {tmp_path}/none/saved", capsys)
+    assert f"{tmp_path}/file is a file" in refusal(f"--save {tmp_path}/file/saved", capsys)
     # An earlier checkpoint may be replaced: what is refused here is something else.
     assert "--lr" in refusal(f"--save {checkpoint} --lr -1", capsys)

@@ -15,6 +15,7 @@ from ep_overlap.commands.arguments import (
     ModelName,
     OptimizerName,
     PlanArguments,
+    ShardingPeer,
     TrainArguments,
     parse,
 )
@@ -58,16 +59,27 @@ REFUSED = [
     ("train --load no_such_dir", "--load no_such_dir: there is no such directory"),
     ("train --save no_such_dir/out", "--save no_such_dir/out: there is no directory"),
     ("train --json no_such_dir/a.json", "there is no directory no_such_dir"),
+    ("train --load README.md", "--load README.md: expected a directory, got a file"),
+    ("train --save README.md/out", "README.md is a file"),
+    ("train --save .", "--save .: expected a directory with a name"),
+    ("train --save /proc/out", "--save /proc/out: no directory can be made in /proc ("),
+    ("train --json README.md/out", "--json README.md/out: README.md is a file"),
     ("train --trace tests", "--trace tests: expected a file, got a directory"),
     (f"train {OVERLAP} --order no_such_order", "expected serial, plain, paired, or a readable"),
     (
         f"train {OVERLAP} {' '.join(SHARDED)} --max-unsharded-units 1",
-        "max_unsharded_units is too small: this order reads 2 units side by side",
+        "--max-unsharded-units is too small: this order reads 2 units side by side (L0, L3), so "
+        "expected at least 2, got 1; raise --max-unsharded-units, or take --order serial, which "
+        "needs 1",
     ),
     ("plan --max-unsharded-units 0", "--max-unsharded-units: expected 1 or more, got 0"),
     (
         f"plan {OVERLAP} {' '.join(SHARDED)} --max-unsharded-units 1",
-        "max_unsharded_units is too small",
+        "; raise --max-unsharded-units, or take --order serial, which needs 1",
+    ),
+    (
+        f"bench {' '.join(SHARDED)} --max-unsharded-units 1",
+        "(L0, L1), so expected at least 2, got 1; raise --max-unsharded-units\n",
     ),
     ("bench --link fast", "--link 'fast': expected paced:RATE or shaped:RATE"),
     ("bench --link paced:800", "--link 'paced:800': not a link rate: '800'"),
@@ -103,6 +115,15 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert said.err.startswith(f"{where}: error: ")
     assert problem in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--json", "--data"])
+def test_an_empty_path_is_not_the_current_directory(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["train", flag, ""]) == 2
+    said = capsys.readouterr().err
+    assert said == f"ep-overlap train: error: argument {flag}: expected a path, got ''\n"
 
 
 def test_a_refusal_shows_no_traceback_from_a_shell() -> None:
@@ -209,8 +230,17 @@ def test_torchruns_world_size_holds_instead_of_nproc() -> None:
             TrainArguments(max_unsharded_units=2, data_parallel_sharding_strategy=Strategy.OPTIM),
             "--max-unsharded-units has no effect with --data-parallel-sharding-strategy optim:",
         ),
+        (
+            TrainArguments(
+                max_unsharded_units=2,
+                data_parallel_sharding_strategy=Strategy.OPTIM_GRADS_PARAMS,
+            ),
+            f"--max-unsharded-units has no effect without {OVERLAP}: module hooks gather one",
+        ),
         (TrainArguments(order="plain"), f"--order has no effect without {OVERLAP}"),
         (PlanArguments(gradient_accumulation_fusion=True), "does not change a plan"),
+        (BenchArguments(against=ShardingPeer.FSDP2), "--against has no effect without --sharding"),
+        (BenchArguments(num_blocks=3), "--num-blocks has no effect without --sharding"),
     ],
 )
 def test_a_setting_without_effect_is_remarked(args: TrainArguments, remark: str) -> None:

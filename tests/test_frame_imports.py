@@ -30,7 +30,7 @@ downward only. A new part needs a line here."""
 
 PARTS["cli"] = {*PARTS}
 
-SHARDING_SEEN_BELOW_MODELS = {"lifecycle", "streams", "wgrad"}
+SHARDING_SEEN_BELOW_MODELS = {"lifecycle", "streams", "wgrad", "wgrad_layers"}
 """Files of fsdp_hooks that run and schedule may import; plan may import none."""
 
 

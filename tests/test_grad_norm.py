@@ -246,6 +246,37 @@ def test_sums_are_formed_in_float32_or_better(ranks2: RankPool) -> None:
     assert ranks2.run(low_precision) == [pytest.approx(2000.0, rel=1e-6)] * 2
 
 
+def refused_on_one_rank() -> None:
+    """Rank 1 has a gradient that is not sharded; rank 0 does not wait for it."""
+    rank = dist.get_rank()
+    own = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])][rank]
+    sharded = on_mesh(own, [Replicate()], torch.zeros(1), torch.ones(1))
+    plain = nn.Parameter(torch.ones(1))
+    plain.grad = torch.ones(1)
+    for norm_type in NORM_TYPES:
+        params = [sharded, plain] if rank == 1 else [sharded]
+        for error_if_nonfinite in (True, False):
+
+            def clip(
+                params: Any = params, p: float = norm_type, strictly: bool = error_if_nonfinite
+            ) -> Tensor:
+                return clip_grad_norm_(params, 1.0, p, error_if_nonfinite=strictly)
+
+            if rank == 1:
+                assert "a parameter is not sharded" in message_of(ValueError, clip)
+            elif error_if_nonfinite:
+                assert f"norm of order {norm_type} is nan" in message_of(RuntimeError, clip)
+                assert torch.equal(own_rows(sharded.grad), torch.ones(1))
+            else:
+                assert clip().isnan()
+                own_rows(sharded.grad).fill_(1.0)
+    assert clip_grad_norm_([sharded], 10.0).item() == pytest.approx(2**0.5)
+
+
+def test_a_refusal_on_one_rank_leaves_no_other_waiting(ranks2: RankPool) -> None:
+    ranks2.run(refused_on_one_rank)
+
+
 # ---- refusals, and what torch does ---------------------------------------------------------------
 
 

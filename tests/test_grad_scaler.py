@@ -146,6 +146,29 @@ def test_float16_gradients_are_refused(ranks2: RankPool) -> None:
         assert "Keep the main weights in float32" in message
 
 
+def half_on_one_rank() -> bool:
+    """Rank 1's own parameter is in float16. Whether rank 0's step was skipped."""
+    rank = dist.get_rank()
+    own = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])][rank]
+    dtype = (torch.float32, torch.float16)[rank]
+    model = fully_shard(nn.Linear(2, 2, dtype=dtype), mesh=own)
+    before = own_rows(model.weight).clone()
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(1, 2, dtype=dtype)).sum()).backward()
+    if rank == 1:
+        with pytest.raises(ValueError, match="gradients are float16"):
+            scaler.step(optimizer)
+        assert torch.equal(own_rows(model.weight.grad), torch.full((2, 2), 2.0, dtype=dtype))
+        return True
+    scaler.step(optimizer)
+    return torch.equal(own_rows(model.weight), before)
+
+
+def test_float16_on_one_rank_leaves_no_other_waiting(ranks2: RankPool) -> None:
+    assert ranks2.run(half_on_one_rank) == [True, True]
+
+
 def test_its_state_is_that_of_torchs_scaler() -> None:
     theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
     mine = GradScaler("cpu")

@@ -1,6 +1,7 @@
 """The standard path in unusual steps: other orders of calls, failures, two drivers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from sharding_support import (
     STRATEGIES,
     WIDTH,
     Grads,
+    SharedGroups,
     Stack,
     clean,
     double,
     equal,
+    own_rows,
     shard_stack,
     token_loss,
     tokens_of,
@@ -22,6 +25,7 @@ from sharding_support import (
     worst_error,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ep_overlap.testing import RankPool
 from fsdp_hooks.accumulation import microbatch
@@ -246,6 +250,87 @@ def test_after_an_exception_the_next_step_is_as_if_nothing_had_happened(
         assert same
         if where == "forward":
             assert is_clean_at_once
+
+
+def repeated_after_failure(is_hybrid: bool, strategies: Sequence[str]) -> list[str]:
+    """Steps of three microbatches, of which the second, or the last, fails, with one unit reduced,
+    or kept; then the whole step again. What differs from the same without failures."""
+    groups = SharedGroups()
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]]) if is_hybrid else None
+    found: list[str] = []
+    for strategy in strategies:
+        model, undisturbed = double(Stack), double(Stack)
+        for each in (model, undisturbed):
+            shard_stack(each, mesh=mesh, strategy=strategy, groups=groups)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        keeps = is_hybrid or strategy in ("no_shard", "optim")
+        for failing in (1, 2):
+            for each in (model, undisturbed):
+                each.zero_grad()
+            for seed in range(failing):
+                backward_of(model, seed, is_last=False)
+            fail_in_backward(model, is_last=failing == 2)
+            optimizer.zero_grad()
+            for seed in range(3):
+                told = pytest.warns(UserWarning, match="repeat the whole step")
+                with told if keeps and seed == 0 else nullcontext():
+                    backward_of(model, seed, is_last=seed == 2)
+            for seed in range(3):
+                backward_of(undisturbed, seed, is_last=seed == 2)
+            found += [
+                f"{name} of {strategy}"
+                for (name, ours), theirs in zip(
+                    model.named_parameters(), undisturbed.parameters(), strict=True
+                )
+                if not torch.equal(own_rows(ours.grad), own_rows(theirs.grad))
+            ]
+    return found
+
+
+def backward_of(model: Stack, seed: int, *, is_last: bool) -> None:
+    with microbatch(model, is_last=is_last):
+        token_loss(model, tokens_of(dist.get_rank(), seed)).backward()
+
+
+def fail_in_backward(model: Stack, *, is_last: bool) -> None:
+    """In the second of three blocks: the third is through."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("x")
+
+    handle = model.blocks[1].up.register_full_backward_hook(fail)
+    with pytest.raises(ValueError, match="x"):
+        backward_of(model, 9, is_last=is_last)
+    handle.remove()
+
+
+def test_a_step_is_repeated_after_a_backward_that_failed(ranks2: RankPool) -> None:
+    assert ranks2.run(repeated_after_failure, False, STRATEGIES) == [[], []]
+
+
+def test_a_step_whose_outer_ranks_had_yet_to_add_is_repeated(ranks4: RankPool) -> None:
+    strategies = ("no_shard", "optim_grads_params")
+    assert ranks4.run(repeated_after_failure, True, strategies) == [[]] * 4
+
+
+def zeroed_within_a_step(by: str) -> bool:
+    """Whether the step's gradient is that of its second microbatch alone."""
+    model, alone = double(Stack), double(Stack)
+    for each in (model, alone):
+        shard_stack(each, strategy="optim")
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    backward_of(model, 0, is_last=False)
+    optimizer.zero_grad() if by == "optimizer" else model.zero_grad()
+    backward_of(model, 1, is_last=True)
+    backward_of(alone, 1, is_last=True)
+    return equal(whole_grads(model), whole_grads(alone))
+
+
+@pytest.mark.parametrize(("by", "drops"), [("module", True), ("optimizer", False)])
+def test_what_is_kept_for_one_reduction_a_step_is_the_modules_to_drop(
+    ranks2: RankPool, by: str, drops: bool
+) -> None:
+    assert ranks2.run(zeroed_within_a_step, by) == [drops] * 2
 
 
 def second_backward_after_failure() -> tuple[bool, bool]:

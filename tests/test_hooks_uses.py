@@ -292,8 +292,7 @@ class Late:
     def __init__(self, inner: Communicator, delay_s: float) -> None:
         self._inner = inner
         self._delay_s = delay_s
-        self.num_ranks = inner.num_ranks
-        self.rank = inner.rank
+        self.exchange = inner.exchange
 
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
         output.fill_(float("nan"))

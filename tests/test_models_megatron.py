@@ -179,6 +179,8 @@ def stand_ins() -> list[object]:
         token_dispatcher.maybe_move_tensor_to_cpu,
         token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream,
         parallel_state._GLOBAL_MEMORY_BUFFER,
+        parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK,
+        parallel_state._MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE,
         random._CUDA_RNG_STATE_TRACKER,
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED,
     ]

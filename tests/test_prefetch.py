@@ -25,8 +25,11 @@ from sharding_support import (
     worst_error,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ep_overlap.testing import RankPool, record
+from fsdp_hooks.checkpoint_ranks import everyone
+from fsdp_hooks.collectives import new_torch_group
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.order import PrefetchOrder
 from fsdp_hooks.root import FsdpRoot
@@ -101,10 +104,10 @@ def test_ahead_are_different_units_though_one_is_used_twice() -> None:
     order.begin_forward(with_grad=True)
     assert order.ahead(0) == []
     assert order.ahead(3) == ["a", "b"]
-    assert order.last_used(["a", "b"]) == "b"
+    assert order.farthest(["a", "b"]) == "b"
     order.on_forward("a")
     assert order.ahead(1) == ["b"]
-    assert order.last_used(["a", "b", "c"]) == "c"
+    assert order.farthest(["a", "b", "c"]) == "c"
 
 
 # ---- depth ---------------------------------------------------------------------------------------
@@ -326,6 +329,60 @@ def test_unsharded_bytes_never_exceed_the_budget(ranks2: RankPool) -> None:
             assert max(seen) == peak <= budget
             assert seen[-1] == 0
             assert error <= TOLERANCE
+
+
+class WithExpert(Bulge):
+    """``up`` and ``down`` are an expert's, of a size of its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def words_with_unlike_experts() -> tuple[list[str], bool]:
+    """Two expert-parallel ranks of two: what is issued, and whether the budget held.
+
+    Two units of the small experts would fit, and one of the large ones."""
+    rank = dist.get_rank()
+    expert_group = new_torch_group([rank % 2, rank % 2 + 2], "expert")
+    expert_mesh = DeviceMesh.from_group(expert_group, "cpu")
+    dense_mesh = world_mesh()
+
+    def mesh_of(name: str, _: nn.Parameter) -> DeviceMesh:
+        return expert_mesh if name.startswith(("up", "down")) else dense_mesh
+
+    def build(budget: int | None) -> tuple[nn.Module, FsdpRoot]:
+        layers = (WithExpert((2, 20)[rank % 2]) for _ in range(4))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers).double()
+        for layer in model[1:]:
+            fully_shard(layer, mesh=mesh_of)
+        runtime = Runtime(new_group=groups, prefetch_depth=2, max_unsharded_bytes=budget)
+        fully_shard(model, mesh=dense_mesh, runtime=runtime)
+        return model, root_of(model)
+
+    groups = SharedGroups()
+    _, unbound = build(None)
+    sizes = [unbound.root_unit.unsharded_bytes, unbound.inner_units[0].unsharded_bytes]
+    budget = max(map(sum, everyone(sizes, None))) + 100
+    assert (sum(sizes) + sizes[1] <= budget) is (rank % 2 == 0)
+    model, root = build(budget)
+    with record() as recording:
+        root.observe(Words(recording))
+        for step in range(2):
+            model(input_of(rank, step)).square().mean().backward()
+        root.observe(None)
+    words = [word for word in recording.words if word.startswith(("UNSHARD", "RESHARD"))]
+    return words, root.stats.peak_unsharded_bytes <= budget
+
+
+def test_what_fits_in_a_budget_is_the_same_on_ranks_with_unlike_experts(ranks4: RankPool) -> None:
+    results = ranks4.run(words_with_unlike_experts)
+    assert all(within for _, within in results)
+    assert all(words == results[0][0] for words, _ in results)
+    assert len(results[0][0]) == 2 * 2 * 8  # two steps; the root and 3 + 4 gathers, all released
 
 
 def refusals() -> list[str]:

@@ -19,9 +19,15 @@ from ep_overlap.commands.arguments import (
     TimelineArguments,
     TrainArguments,
 )
-from ep_overlap.commands.checkpoint_record import load_problems, load_remarks, save_problems
+from ep_overlap.commands.checkpoint_record import (
+    load_problems,
+    load_remarks,
+    parent_problem,
+    save_problems,
+)
 from ep_overlap.commands.plan_arguments import plan_of
 from ep_overlap.links.speed import parse_rate
+from ep_overlap.plan.check import PlanError
 from ep_overlap.plan.lower import Strategy
 from fsdp_hooks.placement import placements_of
 
@@ -36,6 +42,7 @@ _COUNTS: Final = (
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
     "seq_length",
     "micro_batch_size",
     "num_microbatches",
@@ -54,6 +61,10 @@ _EXPERT_SETTINGS: Final = (
     "num_experts",
     "moe_router_topk",
     "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "delay_wgrad_compute",
+    "gradient_accumulation_fusion",
+    "overlap_dispatch_backward_with_experts_wgrad",
     "moe_router_force_load_balancing",
     "expert_model_parallel_size",
 )
@@ -82,8 +93,12 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
                 yield from _bad_sharding(args, environ)
             else:
                 yield from _bad_model(args)
+                yield from _bad_shared_experts(args)
                 yield from _bad_ranks(args, args.num_experts, environ)
                 yield from _bad_setup(args)
+                yield from _bad_budget(args)
+        case PlanArguments():
+            yield from _bad_budget(args)
         case TimelineArguments():
             yield from _bad_window(args)
         case _:
@@ -93,12 +108,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
 def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
     """Settings that change nothing."""
     if isinstance(args, TrainArguments | PlanArguments | BenchArguments):
-        sharded = args.data_parallel_sharding_strategy is Strategy.OPTIM_GRADS_PARAMS
-        if args.max_unsharded_units is not None and not sharded:
-            yield (
-                "--max-unsharded-units has no effect with --data-parallel-sharding-strategy "
-                f"{args.data_parallel_sharding_strategy}: only optim_grads_params gathers units"
-            )
+        yield from _unused_budget(args)
     if isinstance(args, TrainArguments | PlanArguments):
         overlap = args.overlap_moe_expert_parallel_comm
         if args.order is not None and not overlap:
@@ -115,10 +125,25 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             )
     if isinstance(args, TrainArguments) and args.load is not None:
         yield from load_remarks(args.load, args)
-    if isinstance(args, BenchArguments) and args.sharding:
-        yield from _unused_by_sharding(args)
+    if isinstance(args, BenchArguments):
+        yield from _unused_by_sharding(args) if args.sharding else _unused_without_sharding(args)
     if isinstance(args, PlanArguments) and args.gradient_accumulation_fusion:
         yield "--gradient-accumulation-fusion does not change a plan"
+
+
+def _unused_budget(args: TrainArguments | PlanArguments | BenchArguments) -> Iterator[str]:
+    if args.max_unsharded_units is None:
+        return
+    if args.data_parallel_sharding_strategy is not Strategy.OPTIM_GRADS_PARAMS:
+        yield (
+            "--max-unsharded-units has no effect with --data-parallel-sharding-strategy "
+            f"{args.data_parallel_sharding_strategy}: only optim_grads_params gathers units"
+        )
+    elif isinstance(args, TrainArguments) and not args.overlap_moe_expert_parallel_comm:
+        yield (
+            "--max-unsharded-units has no effect without --overlap-moe-expert-parallel-comm: "
+            "module hooks gather one unit ahead"
+        )
 
 
 def _unused_by_sharding(args: BenchArguments) -> Iterator[str]:
@@ -126,6 +151,18 @@ def _unused_by_sharding(args: BenchArguments) -> Iterator[str]:
     for name in _EXPERT_SETTINGS:
         if given[name] != default[name]:
             yield f"{_spelled(name)} has no effect with --sharding: its model is dense"
+    if args.data_parallel_sharding_strategy not in (Strategy.NO_SHARD, Strategy.OPTIM_GRADS_PARAMS):
+        yield (
+            "--data-parallel-sharding-strategy has no effect with --sharding: it measures "
+            f"{Strategy.OPTIM_GRADS_PARAMS}"
+        )
+
+
+def _unused_without_sharding(args: BenchArguments) -> Iterator[str]:
+    given, default = vars(args), vars(BenchArguments())
+    for name in ("against", "num_blocks"):
+        if given[name] != default[name]:
+            yield f"{_spelled(name)} has no effect without --sharding"
 
 
 def _spelled(name: str) -> str:
@@ -144,9 +181,11 @@ def _bad_outputs(args: Arguments) -> Iterator[str]:
     values = cast("dict[str, object]", vars(args))
     for name in _OUTPUTS:
         path = values.get(name)
-        if isinstance(path, Path) and not path.parent.is_dir():
-            yield f"{_spelled(name)} {path}: there is no directory {path.parent}"
-        elif isinstance(path, Path) and path.is_dir():
+        if not isinstance(path, Path):
+            continue
+        if problem := parent_problem(path):
+            yield f"{_spelled(name)} {path}: {problem}"
+        elif path.is_dir():
             yield f"{_spelled(name)} {path}: expected a file, got a directory"
 
 
@@ -164,6 +203,15 @@ def _bad_model(args: ModelFlags) -> Iterator[str]:
         yield (
             f"--moe-router-topk {args.moe_router_topk}: expected at most "
             f"--num-experts {args.num_experts}"
+        )
+
+
+def _bad_shared_experts(args: TrainArguments | BenchArguments) -> Iterator[str]:
+    has_some = args.moe_shared_expert_intermediate_size is not None
+    if has_some and args.model is ModelName.REFERENCE:
+        yield (
+            "--moe-shared-expert-intermediate-size with --model reference: it has no shared "
+            "experts; take --model megatron, or leave it out"
         )
 
 
@@ -197,12 +245,6 @@ def _bad_setup(args: TrainArguments | BenchArguments) -> Iterator[str]:
 def _bad_training(args: TrainArguments, environ: Mapping[str, str]) -> Iterator[str]:
     if not (math.isfinite(args.lr) and args.lr >= 0):
         yield f"--lr: expected a finite number, 0 or more, got {args.lr}"
-    for name, is_set in (
-        ("delay_wgrad_compute", args.delay_wgrad_compute),
-        ("gradient_accumulation_fusion", args.gradient_accumulation_fusion),
-    ):
-        if is_set:
-            yield f"{_spelled(name)} is not built yet; leave it out"
     if args.data is not None:
         yield from _bad_data(args.data, args.seq_length + 1)
     if args.save is not None:
@@ -213,12 +255,42 @@ def _bad_training(args: TrainArguments, environ: Mapping[str, str]) -> Iterator[
 
 def _bad_plan(args: TrainArguments) -> Iterator[str]:
     try:
-        plan = plan_of(args)
+        plan_of(args)
     except ValueError as error:
-        yield str(error).partition("\n")[0]
+        yield _in_flags(error)
+
+
+def _bad_budget(args: PlanArguments | BenchArguments) -> Iterator[str]:
+    """``plan`` says itself what else is wrong with its plan, and shows where."""
+    if args.max_unsharded_units is None:
         return
-    if plan.delays_wgrad:
-        yield f"--order {args.order}: it has W nodes, and delayed wgrad is not built yet"
+    has_order = isinstance(args, PlanArguments)
+    plan_args = args if has_order else _widest_plan(args)
+    try:
+        plan_of(plan_args)
+    except PlanError:
+        return
+    except ValueError as error:
+        yield _in_flags(error) if has_order else _in_flags(error).partition(", or ")[0]
+
+
+def _widest_plan(args: BenchArguments) -> PlanArguments:
+    """Of the orders that ``bench`` compares, the one that reads the most units side by side."""
+    return PlanArguments(
+        num_layers=args.num_layers,
+        moe_layer_freq=args.moe_layer_freq,
+        num_microbatches=args.num_microbatches,
+        data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
+        max_unsharded_units=args.max_unsharded_units,
+        overlap_moe_expert_parallel_comm=True,
+    )
+
+
+def _in_flags(error: ValueError) -> str:
+    """A plan's error in one line, with what the user types in place of the fields' names."""
+    line = str(error).partition("\n")[0]
+    line = line.replace("max_unsharded_units", "--max-unsharded-units")
+    return line.replace("use the serial order", "take --order serial")
 
 
 def _bad_data(path: Path, min_bytes: int) -> Iterator[str]:

@@ -12,8 +12,8 @@ from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from inspect import get_annotations
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NoReturn, TypeGuard, cast, override
+from types import MappingProxyType, NoneType
+from typing import Any, Final, NoReturn, TypeGuard, cast, get_args, override
 
 from ep_overlap.plan.lower import Strategy
 
@@ -84,6 +84,9 @@ class ModelFlags:
     num_experts: int = _flag(4, "experts of each MoE layer, over all ranks")
     moe_ffn_hidden_size: int = _flag(256, "hidden width of an expert, and of a dense layer's MLP")
     moe_router_topk: int = _flag(2, "experts that each token is sent to")
+    moe_shared_expert_intermediate_size: int | None = _flag(
+        None, "hidden width of an expert that every token visits (megatron; default: there is none)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +141,25 @@ class OverlapFlags:
     overlap_moe_expert_parallel_comm: bool = _flag(
         False, "run each exchange under another microbatch's compute"
     )
-    delay_wgrad_compute: bool = _flag(
-        False, "run weight gradients as actions of their own (plan only; train: not built yet)"
-    )
-    gradient_accumulation_fusion: bool = _flag(
-        False, "add weight gradients straight into the reduction's buffer (not built yet)"
-    )
     order: str | None = _flag(
         None,
         "plain, paired, or a file of action words (default: paired from two microbatches on)",
         metavar="plain|paired|FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WgradFlags:
+    """weight gradients"""
+
+    delay_wgrad_compute: bool = _flag(
+        False, "make weight gradients apart from input gradients, as actions of their own"
+    )
+    gradient_accumulation_fusion: bool = _flag(
+        False, "write weight gradients straight into the input of the reduction"
+    )
+    overlap_dispatch_backward_with_experts_wgrad: bool = _flag(
+        False, "run each dispatch's backward under its experts' weight gradients"
     )
 
 
@@ -169,7 +181,14 @@ class TraceFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(
-    ModelFlags, BatchFlags, RankFlags, ShardingFlags, OverlapFlags, TraceFlags, ResultFlags
+    ModelFlags,
+    BatchFlags,
+    RankFlags,
+    ShardingFlags,
+    OverlapFlags,
+    WgradFlags,
+    TraceFlags,
+    ResultFlags,
 ):
     """training"""
 
@@ -191,11 +210,14 @@ class TrainArguments(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(ShardingFlags, OverlapFlags, ResultFlags):
+class PlanArguments(ShardingFlags, OverlapFlags, WgradFlags, ResultFlags):
     """plan"""
 
     num_layers: int = _flag(4, "transformer layers")
     moe_layer_freq: int = _flag(1, "every so-manyth layer, from the first, has experts")
+    moe_shared_expert_intermediate_size: int | None = _flag(
+        None, "hidden width of an expert that every token visits (default: there is none)"
+    )
     num_microbatches: int = _flag(4, "microbatches of a step, per rank")
     check: bool = _flag(False, "check the plan and say what was proved, instead of printing it")
 
@@ -214,7 +236,9 @@ class TimelineArguments(ResultFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlags, ResultFlags):
+class BenchArguments(
+    ModelFlags, BatchFlags, RankFlags, ShardingFlags, WgradFlags, TraceFlags, ResultFlags
+):
     """measuring"""
 
     link: str | None = _flag(
@@ -235,8 +259,8 @@ class BenchArguments(ModelFlags, BatchFlags, RankFlags, ShardingFlags, TraceFlag
     sharding: bool = _flag(
         False, "measure sharding alone instead: a dense model, module hooks, optim_grads_params"
     )
-    against: ShardingPeer = _flag(
-        ShardingPeer.FSDP2, "what --sharding compares with: torch's fully_shard"
+    against: ShardingPeer | None = _flag(
+        None, "what --sharding compares with: torch's fully_shard (default: fsdp2)"
     )
     num_blocks: int = _flag(6, "with --sharding: transformer blocks, each a unit")
     # Sizes for which communication at the default rate is about 60% of compute on one core a rank.
@@ -338,7 +362,7 @@ def _add_groups(parser: argparse.ArgumentParser, arguments: type[Arguments]) -> 
 def _add_flag(section: Any, item: Field[Any]) -> None:
     text: _FlagText = item.metadata[_FlagText]
     if text.is_positional:
-        section.add_argument(item.name, type=Path, metavar=text.metavar, help=text.help)
+        section.add_argument(item.name, type=_path, metavar=text.metavar, help=text.help)
         return
     names = [name for name in (text.short, "--" + item.name.replace("_", "-")) if name]
     if isinstance(item.default, bool):
@@ -347,7 +371,7 @@ def _add_flag(section: Any, item: Field[Any]) -> None:
             *names, dest=item.name, action=action, default=item.default, help=text.help
         )
         return
-    kind: object = item.type
+    kind = _given_type(item)
     section.add_argument(
         *names,
         dest=item.name,
@@ -356,6 +380,12 @@ def _add_flag(section: Any, item: Field[Any]) -> None:
         metavar="|".join(kind) if _is_choice(kind) else text.metavar,
         help=text.help if item.default is None else f"{text.help} (default: {item.default})",
     )
+
+
+def _given_type(item: Field[Any]) -> object:
+    """The field's type without ``| None``, which is for flags that are not given."""
+    (kind,) = (kind for kind in get_args(item.type) or (item.type,) if kind is not NoneType)
+    return kind
 
 
 def _is_choice(kind: object) -> TypeGuard[type[StrEnum]]:
@@ -375,11 +405,18 @@ def _converter(kind: object) -> Callable[[str], object]:
     """Text to the field's type, with our own words for text that is no number."""
     if _is_choice(kind):
         return _choice(kind)
-    if kind in (int, int | None):
+    if kind is int:
         return _number(int, "a whole number")
-    if kind in (float, float | None):
+    if kind is float:
         return _number(float, "a number")
-    return Path if kind in (Path, Path | None) else str
+    return _path if kind is Path else str
+
+
+def _path(text: str) -> Path:
+    """Not of an empty text, which would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def _number(kind: type[int] | type[float], meaning: str) -> Callable[[str], float]:

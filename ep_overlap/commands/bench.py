@@ -1,5 +1,8 @@
 """``ep-overlap bench``: off, plain and paired on one link, alternating in one process.
 
+Flags of weight gradients add variants: ``delayed`` is the paired order with W nodes, ``serial`` is
+no overlap but that of dispatch's backward with the experts' W.
+
 Its other measurements are in files of their own: ``--sharding`` in ``bench_sharding.py``,
 ``--host-overhead`` in ``report/host_overhead.py``.
 
@@ -40,7 +43,9 @@ from ep_overlap.processes.shaped_link import ShapedLink
 from ep_overlap.run.trace import ChromeTrace, HiddenShare
 
 OFF: Final = "off"
-VARIANTS: Final = (OFF, str(OrderName.PLAIN), str(OrderName.PAIRED))
+DEFAULT: Final = OrderName.PAIRED.value
+DELAYED: Final = "delayed"
+SERIAL: Final = OrderName.SERIAL.value
 NUM_WARMUP_ROUNDS: Final = 1
 LATENCY_S: Final = 50e-6
 """Of a paced link: a data-centre network's, with its switches and host stacks."""
@@ -113,6 +118,16 @@ class _Sample:
     loss: float
 
 
+def variants_of(args: BenchArguments) -> list[str]:
+    """What is compared, in the order of the table."""
+    names = [OFF, OrderName.PLAIN.value, DEFAULT]
+    if args.delay_wgrad_compute:
+        names.append(DELAYED)
+    if args.overlap_dispatch_backward_with_experts_wgrad:
+        names.insert(1, SERIAL)
+    return names
+
+
 @final
 class _Bench:
     """All variants on this rank."""
@@ -124,10 +139,10 @@ class _Bench:
         recipe = recipe_of(args)
         meshes = Meshes.of(world, recipe.expert_parallel_size)
         self._variants: dict[str, _Variant] = {}
-        for name in VARIANTS:
+        for name in variants_of(args):
             trainee = build_trainee(recipe, world, meshes)
             self._variants[name] = _Variant(trainee=trainee, stepper=self._stepper(name, trainee))
-        self._samples: dict[str, list[_Sample]] = {name: [] for name in VARIANTS}
+        self._samples: dict[str, list[_Sample]] = {name: [] for name in self._variants}
         self.chrome = None if args.trace is None else ChromeTrace(rank=world.rank, origin_ns=0)
 
     def _stepper(self, name: str, trainee: Trainee) -> Stepper:
@@ -136,7 +151,9 @@ class _Bench:
             return StandardStep(trainee, num_microbatches, self._world)
         config = OverlapConfig(
             num_microbatches=num_microbatches,
-            order=name,
+            order=DEFAULT if name == DELAYED else name,
+            delay_wgrad=name == DELAYED,
+            dispatch_over_wgrad=name == SERIAL,
             max_unsharded_units=self._args.max_unsharded_units,
         )
         return ScheduledStep(trainee, config, self._world)
@@ -145,8 +162,9 @@ class _Bench:
         """One step of each variant, on the same data."""
         pairs = self._data.microbatches(number, self._args.num_microbatches)
         pairs = [(a.to(self._world.device), b.to(self._world.device)) for a, b in pairs]
-        names = [*VARIANTS[number % len(VARIANTS) :], *VARIANTS[: number % len(VARIANTS)]]
-        for name in names:  # in turns, and each as often the first
+        names = list(self._variants)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:  # in turns, and each as often the first
             sample = self._sample(self._variants[name], name, pairs, number)
             if number >= NUM_WARMUP_ROUNDS:
                 self._samples[name].append(sample)
@@ -171,7 +189,7 @@ class _Bench:
         loss, compute_s = world.mean(
             [float(torch.stack(result.losses).mean()), elapsed_s - waited_s]
         )
-        if self.chrome is not None and name == VARIANTS[-1] and result.trace is not None:
+        if self.chrome is not None and name == DEFAULT and result.trace is not None:
             self.chrome.add(result.trace, step=number)
         return _Sample(
             step_time_s=max(world.gathered(elapsed_s)),
@@ -183,7 +201,7 @@ class _Bench:
     def result(self) -> dict[str, Any]:
         """What was found, as JSON has it; shares are those of all ranks together. Collective."""
         variants = {name: self._variant_result(samples) for name, samples in self._samples.items()}
-        default = variants[VARIANTS[-1]]
+        default = variants[DEFAULT]
         return {
             "link": self._args.link_in_use,
             "model": str(self._args.model),

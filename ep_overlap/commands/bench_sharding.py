@@ -75,7 +75,7 @@ def run(args: BenchArguments) -> int:
         with running():
             for number in track(
                 range(NUM_WARMUP_ROUNDS + args.rounds),
-                description=f"ours and {args.against}",
+                description=f"{OURS} and {FSDP2}",
                 console=Console(stderr=True, quiet=world.rank != 0),
                 transient=True,
             ):

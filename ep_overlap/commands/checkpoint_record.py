@@ -1,9 +1,11 @@
 """What a checkpoint of ``ep-overlap train`` says of itself, and what it must agree on. No torch.
 
-The record is the last file written, so a directory with a record is whole.
+The record is the last file written, so a directory with a record was whole; the record has the
+sizes of the other files, by which one that was lost or cut short since is found.
 """
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any, Final, Self
 from ep_overlap.commands.arguments import ModelFlags, TrainArguments
 
 RECORD_FILE: Final = "ep_overlap.json"
+_FILES: Final = "files"
+"""Entry of the record file: the other files' sizes, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,27 +48,39 @@ class CheckpointRecord:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """The record in ``directory``.
+        """The record in ``directory``, whose other files are there.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: there is none, or it or another file is damaged.
         """
         path = directory / RECORD_FILE
         if not directory.is_dir():
-            raise ValueError(f"{directory}: there is no such directory")
+            raise ValueError(f"{directory}: {_no_directory(directory)}")
         if not path.is_file():
             raise ValueError(
                 f"{directory}: no checkpoint; expected {RECORD_FILE} in it, the file that --save "
                 "writes last"
             )
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            sizes_bytes = dict[str, int](entries.pop(_FILES))
+            record = cls(**entries)
+        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: damaged, or of another version ({error})") from error
+        for name, size_bytes in sizes_bytes.items():
+            file = directory / name
+            found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
+            if found != f"{size_bytes} bytes":
+                raise ValueError(
+                    f"{directory}: {name}: expected {size_bytes} bytes, got {found}; the "
+                    "checkpoint is damaged, load another"
+                )
+        return record
 
     def write(self, directory: Path) -> None:
-        """Write the record into ``directory``."""
-        text = json.dumps(asdict(self), indent=2) + "\n"
+        """Write the record into ``directory``, beside all other files."""
+        sizes_bytes = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+        text = json.dumps(asdict(self) | {_FILES: sizes_bytes}, indent=2) + "\n"
         (directory / RECORD_FILE).write_text(text, encoding="utf-8")
 
 
@@ -100,12 +116,50 @@ class Start:
         return CheckpointRecord.of(args, iteration=iteration, num_sequences=num_sequences)
 
 
+def beside(directory: Path, role: str) -> Path:
+    """Where ``--save`` keeps what is ``incomplete`` or ``previous`` until all is in place."""
+    return directory.with_name(f"{directory.name}.{role}")
+
+
+def _no_directory(path: Path) -> str:
+    """What ``path`` is instead, and how to go on where ``--save`` broke off between its renames."""
+    if path.exists():
+        return "expected a directory, got a file"
+    for role in ("incomplete", "previous"):  # the newer one first
+        if (beside(path, role) / RECORD_FILE).is_file():
+            return (
+                "there is no such directory: a --save broke off as it replaced it, and "
+                f"{beside(path, role)} is whole; rename that to {path}"
+            )
+    return "there is no such directory"
+
+
+def parent_problem(path: Path) -> str | None:
+    """Why nothing can be made at ``path``, if so."""
+    parent = path.parent
+    if parent.is_dir():
+        return None
+    return f"{parent} is a file" if parent.exists() else f"there is no directory {parent}"
+
+
+def _unwritable(directory: Path) -> str | None:
+    """Tried out: permissions do not tell of read-only mounts, quotas, or what root may do."""
+    try:
+        tempfile.TemporaryDirectory(dir=directory).cleanup()
+    except OSError as error:
+        return f"no directory can be made in {directory} ({error.strerror})"
+    return None
+
+
 def save_problems(path: Path) -> Iterator[str]:
     """Why ``--save`` cannot write there; it replaces an earlier checkpoint, and nothing else."""
-    if path.is_file():
+    target = path.resolve()
+    if path.name in ("", ".."):
+        yield f"--save {path}: expected a directory with a name, since it is replaced as a whole"
+    elif path.is_file():
         yield f"--save {path}: expected a directory, got a file"
-    elif not path.absolute().parent.is_dir():
-        yield f"--save {path}: there is no directory {path.absolute().parent}"
+    elif problem := parent_problem(target) or _unwritable(target.parent):
+        yield f"--save {path}: {problem}"
     elif path.is_dir() and not (path / RECORD_FILE).is_file() and any(path.iterdir()):
         yield (
             f"--save {path}: expected a new directory or an earlier checkpoint, got a directory "

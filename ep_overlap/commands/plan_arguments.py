@@ -17,9 +17,11 @@ def plan_of(args: PlanArguments | TrainArguments) -> Plan:
         ValueError: an order file that cannot be read or does not hold, or a budget of units below
             what the order needs.
     """
+    has_shared = args.moe_shared_expert_intermediate_size is not None
+    moe = LayerKind.MOE_SHARED if has_shared else LayerKind.MOE
     shape = ModelShape(
         layers=tuple(
-            LayerKind.DENSE if index % args.moe_layer_freq else LayerKind.MOE
+            LayerKind.DENSE if index % args.moe_layer_freq else moe
             for index in range(args.num_layers)
         )
     )
@@ -34,12 +36,15 @@ def plan_of(args: PlanArguments | TrainArguments) -> Plan:
             shape=shape,
             num_microbatches=args.num_microbatches,
             sharding=sharding,
+            delay_wgrad=args.delay_wgrad_compute
+            or args.overlap_dispatch_backward_with_experts_wgrad,
         )
     return build_plan(
         shape=shape,
         num_microbatches=args.num_microbatches,
         order=order,
         delay_wgrad=args.delay_wgrad_compute,
+        dispatch_over_wgrad=args.overlap_dispatch_backward_with_experts_wgrad,
         sharding=sharding,
     )
 

@@ -86,6 +86,7 @@ def recipe_of(args: TrainArguments | BenchArguments) -> Recipe:
         strategy=str(args.data_parallel_sharding_strategy),
         optimizer=args.optimizer,
         lr=args.lr,
+        fuse_wgrad=args.gradient_accumulation_fusion,
         force_load_balancing=isinstance(args, BenchArguments)
         and args.moe_router_force_load_balancing,
     )

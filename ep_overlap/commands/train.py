@@ -50,6 +50,8 @@ def overlap_config(args: TrainArguments) -> OverlapConfig:
         num_microbatches=args.num_microbatches,
         order=None if isinstance(order, Path) else order,
         order_text=read_order(order) if isinstance(order, Path) else None,
+        delay_wgrad=args.delay_wgrad_compute,
+        dispatch_over_wgrad=args.overlap_dispatch_backward_with_experts_wgrad,
         max_unsharded_units=args.max_unsharded_units,
         trace=args.trace is not None,
     )
@@ -64,10 +66,12 @@ def _train(args: TrainArguments, world: World) -> None:
     if args.load is not None:
         load(args.load, trainee, world, lr=args.lr)
     stepper: Stepper
-    if args.overlap_moe_expert_parallel_comm:
+    if args.overlap_moe_expert_parallel_comm or args.overlap_dispatch_backward_with_experts_wgrad:
         stepper = ScheduledStep(trainee, overlap_config(args), world)
     else:
-        stepper = StandardStep(trainee, args.num_microbatches, world)
+        stepper = StandardStep(
+            trainee, args.num_microbatches, world, delay_wgrad=args.delay_wgrad_compute
+        )
     baseline = None
     if args.check_parity:
         twin = build_trainee(recipe, world, meshes)

@@ -5,7 +5,9 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -29,6 +31,7 @@ from fsdp_hooks.context import Runtime
 from fsdp_hooks.lifecycle import RootLifecycle, lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
 from fsdp_hooks.shard import fully_shard
+from fsdp_hooks.wgrad_layers import delayed_wgrad, manage_wgrad
 
 LossFn = Callable[[Tensor, Any], Tensor]
 
@@ -45,6 +48,8 @@ class Recipe:
     strategy: str
     optimizer: OptimizerName
     lr: float
+    fuse_wgrad: bool = False
+    """Write weight gradients straight into the reduction's input."""
     force_load_balancing: bool = False
     """Spread tokens evenly over the experts, whatever the router says: for measuring."""
 
@@ -114,6 +119,8 @@ def build_trainee(recipe: Recipe, world: World, meshes: Meshes) -> Trainee:
     else:
         optimizer = torch.optim.AdamW(parameters, lr=recipe.lr)
     lifecycle_of(parts.module)  # builds the root, and with it the groups of its lanes
+    if recipe.fuse_wgrad:
+        manage_wgrad(parts.module, fuse=True, layer_types=parts.wgrad_layers)
     return Trainee(
         parts=parts,
         loss_fn=loss_fn,
@@ -193,6 +200,7 @@ def _build_parts(
                 seq_length=recipe.seq_length,
                 vocab_size=VOCAB_SIZE,
                 moe_layer_freq=sizes.moe_layer_freq,
+                shared_expert_ffn_hidden_size=sizes.moe_shared_expert_intermediate_size,
                 force_load_balancing=recipe.force_load_balancing,
             ),
             groups,
@@ -225,9 +233,19 @@ class ScheduledStep:
 
 @final
 class StandardStep:
-    """The module's own forward and one backward per microbatch: the baseline."""
+    """The module's own forward and one backward per microbatch: the baseline.
 
-    def __init__(self, trainee: Trainee, num_microbatches: int, world: World) -> None:
+    ``delay_wgrad``: make weight gradients after each backward, not in it.
+    """
+
+    def __init__(
+        self, trainee: Trainee, num_microbatches: int, world: World, *, delay_wgrad: bool = False
+    ) -> None:
+        self._delayed: Callable[[], AbstractContextManager[object]] = nullcontext
+        if delay_wgrad:
+            module = trainee.module
+            manage_wgrad(module, layer_types=trainee.parts.wgrad_layers)
+            self._delayed = partial(delayed_wgrad, module)
         self._trainee = trainee
         self._num_microbatches = num_microbatches
         self._meter = trainee.meter(world)
@@ -242,7 +260,8 @@ class StandardStep:
             with microbatch(trainee.module, is_last=index == len(batches) - 1):
                 loss = trainee.loss_fn(trainee.parts.whole(batch), batch)
                 losses.append(loss.detach())
-                (loss / self._num_microbatches).backward()
+                with self._delayed():
+                    (loss / self._num_microbatches).backward()
         trace.finish()
         return StepResult(
             losses=tuple(losses),

@@ -31,8 +31,10 @@ from torch import Tensor, nn
 from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, issued
 from ep_overlap.models.megatron_build import global_name
 from ep_overlap.models.megatron_globals import INSTALL_HINT
+from ep_overlap.models.megatron_wgrad import WGRAD_LAYERS
 from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.run.layer import Carry, Collective, Tokens
+from fsdp_hooks.wgrad_layers import LayerTypes
 
 try:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -107,11 +109,17 @@ class GPTMoELayer:
         self._index = index
         self._exchange = dispatcher.ep_group
         self._counts = dispatcher.tp_ep_group
+        self._shared_experts = cast(nn.Module | None, moe.shared_experts)
 
     @property
     def kind(self) -> LayerKind:
         """Which nodes it has."""
-        return LayerKind.MOE
+        return LayerKind.MOE if self.shared_experts is None else LayerKind.MOE_SHARED
+
+    @property
+    def shared_experts(self) -> nn.Module | None:
+        """megatron-core's ``SharedExpertMLP``."""
+        return self._shared_experts
 
     @property
     def module(self) -> nn.Module:
@@ -204,6 +212,11 @@ class GPTParts:
     def layers(self) -> Sequence[GPTMoELayer | GPTDenseLayer]:
         """The decoder's layers, in order."""
         return self._layers
+
+    @property
+    def wgrad_layers(self) -> LayerTypes:
+        """Its local linear layers."""
+        return WGRAD_LAYERS
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that belong to one expert: they go on the expert mesh.

@@ -21,7 +21,10 @@ from ep_overlap.models.megatron_globals import INSTALL_HINT
 
 try:
     from megatron.core.models.gpt import gpt_model
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -50,6 +53,11 @@ class MegatronSizes:
     """Layer i is an MoE layer where i is a multiple of this, else a dense one."""
     shared_expert_ffn_hidden_size: int | None = None
     """The inner size of the expert that every token visits; None: there is none."""
+    mtp_num_layers: int | None = None
+    """Layers of multi-token prediction, each like the decoder's last; None: there are none. On the
+    standard path alone: ``GPTParts`` refuses them."""
+    tied_embeddings: bool = False
+    """The output layer's weight is the embedding's."""
     force_load_balancing: bool = False
     """Route by random scores, for measuring: megatron-core's ``moe_router_force_load_balancing``.
     It draws from a generator of its process, so that two runs of one step differ."""
@@ -71,6 +79,7 @@ def transformer_config(sizes: MegatronSizes, expert_parallel_size: int) -> Trans
         moe_router_pre_softmax=sizes.topk == 1,
         moe_layer_freq=sizes.moe_layer_freq,
         moe_shared_expert_intermediate_size=sizes.shared_expert_ffn_hidden_size,
+        mtp_num_layers=sizes.mtp_num_layers,
         moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="none",
         moe_router_force_load_balancing=sizes.force_load_balancing,
@@ -126,9 +135,12 @@ def build_gpt(
     with _without_notes():
         config = transformer_config(sizes, groups.size)
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         model = GPTModel(
             config,
             cast(ModuleSpec, spec),  # takes a block's spec as well as a layer's
+            mtp_block_spec=cast(ModuleSpec | None, mtp_spec),
+            share_embeddings_and_output_weights=sizes.tied_embeddings,
             vocab_size=sizes.vocab_size,
             max_sequence_length=sizes.seq_length,
             position_embedding_type="rope",

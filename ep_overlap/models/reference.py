@@ -25,6 +25,7 @@ from ep_overlap.models.exchange import all_to_all, gather_counts, reorder
 from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, ExpertGroups, issued
 from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.run.layer import Carry, Collective, Tokens
+from fsdp_hooks.wgrad_layers import LayerTypes
 
 INIT_STD = 0.02
 """The standard deviation of every weight matrix at the start."""
@@ -282,6 +283,10 @@ class MoELayer(nn.Module):
         return LayerKind.MOE
 
     @property
+    def shared_experts(self) -> None:
+        """None."""
+
+    @property
     def module(self) -> nn.Module:
         """Itself."""
         return self
@@ -349,6 +354,11 @@ class MoETransformer(nn.Module):
     def whole(self, batch: Batch) -> Tensor:
         """Call the model, with the hooks of whoever sharded it."""
         return self(batch)
+
+    @property
+    def wgrad_layers(self) -> LayerTypes:
+        """All of its matrices are ``nn.Linear``'s, but for the embeddings'."""
+        return {}
 
     def begin(self, batch: Batch) -> MicrobatchState:
         """An empty slot for each layer's routing."""

@@ -5,6 +5,7 @@ subject::
 
     2F.attn.L3      microbatch 2, forward, attn of layer 3
     1W.mlp.L0       microbatch 1, delayed weight gradient, mlp of layer 0
+    1W.shared.L0    the same, of layer 0's shared experts, which run in attn
     0B.post         microbatch 0, backward, post (pre and post belong to no layer)
     2SYNC.L3        the host waits for microbatch 2's split sizes in layer 3
     UNSHARD.L3      gather unit L3          (units: L0, L1, ... and root)
@@ -40,20 +41,39 @@ class Node(StrEnum):
     MLP = "mlp"
     COMBINE = "combine"
     POST = "post"
+    SHARED = "shared"
+    """Shared experts, which run in ``attn``: a node of the phase W alone."""
 
 
 class LayerKind(StrEnum):
     """Which nodes a layer has (``NODES_OF``)."""
 
     MOE = "moe"
+    MOE_SHARED = "moe_shared"
+    """With experts that every token visits besides."""
     DENSE = "dense"
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are exchanged."""
+        return self is not LayerKind.DENSE
+
+
+_MOE_NODES: Final = (Node.ATTN, Node.DISPATCH, Node.MLP, Node.COMBINE)
 
 NODES_OF: Final = {
-    LayerKind.MOE: (Node.ATTN, Node.DISPATCH, Node.MLP, Node.COMBINE),
+    LayerKind.MOE: _MOE_NODES,
+    LayerKind.MOE_SHARED: _MOE_NODES,
     LayerKind.DENSE: (Node.ATTN, Node.MLP),
 }
 """The nodes of each kind of layer, in forward order."""
+
+WGRADS_OF: Final = {
+    LayerKind.MOE: (Node.MLP, Node.ATTN),
+    LayerKind.MOE_SHARED: (Node.MLP, Node.SHARED, Node.ATTN),
+    LayerKind.DENSE: (Node.MLP, Node.ATTN),
+}
+"""The delayed weight gradients of each kind of layer, in backward order."""
 
 
 class UnitOp(StrEnum):
@@ -90,6 +110,8 @@ class Compute:
     layer: int | None = None
 
     def __post_init__(self) -> None:
+        if self.node is Node.SHARED and self.phase is not Phase.WGRAD:
+            raise ValueError(f"{self.node} is a node of phase W alone (got {self.phase})")
         if (self.node in _LAYERLESS) != (self.layer is None):
             rule = "belongs to no layer" if self.node in _LAYERLESS else "needs a layer"
             raise ValueError(f"{self.node} {rule} (got layer={self.layer})")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from ep_overlap.plan.action import Action, Compute, parse_action
+from ep_overlap.plan.action import Action, Compute, Phase, parse_action
 from ep_overlap.plan.check import PlanError, check, check_order
 from ep_overlap.plan.edges import waits
 from ep_overlap.plan.lower import Sharding, add_sharding, add_sync
@@ -21,13 +21,14 @@ def build_plan(
     num_microbatches: int,
     order: OrderName = OrderName.PAIRED,
     delay_wgrad: bool = False,
+    dispatch_over_wgrad: bool = False,
     sharding: Sharding | None = None,
     evaluate: bool = False,
 ) -> Plan:
     """Order the nodes, add syncs and unit actions, check the result.
 
-    With ``evaluate`` the plan is a forward pass of each microbatch; ``order`` and ``delay_wgrad``
-    then have no say.
+    With ``evaluate`` the plan is a forward pass of each microbatch; ``order`` and what concerns
+    weight gradients then have no say. ``dispatch_over_wgrad``: see ``order.serial``.
 
     Raises:
         ValueError: no layers, no microbatches, or a budget below what the order needs.
@@ -36,10 +37,20 @@ def build_plan(
     if evaluate:
         nodes = forward_only(shape, num_microbatches)
     elif order is OrderName.SERIAL:
-        nodes = serial(shape, num_microbatches, delay_wgrad=delay_wgrad)
+        nodes = serial(
+            shape,
+            num_microbatches,
+            delay_wgrad=delay_wgrad,
+            dispatch_over_wgrad=dispatch_over_wgrad,
+        )
     else:
-        paired = order is OrderName.PAIRED
-        nodes = combined_1f1b(shape, num_microbatches, paired=paired, delay_wgrad=delay_wgrad)
+        nodes = combined_1f1b(
+            shape,
+            num_microbatches,
+            paired=order is OrderName.PAIRED,
+            delay_wgrad=delay_wgrad,
+            dispatch_over_wgrad=dispatch_over_wgrad,
+        )
     bare = _bare_plan(
         nodes, name=name, shape=shape, num_microbatches=num_microbatches, sharding=sharding
     )
@@ -47,15 +58,22 @@ def build_plan(
 
 
 def plan_from_words(
-    text: str, *, shape: ModelShape, num_microbatches: int, sharding: Sharding | None = None
+    text: str,
+    *,
+    shape: ModelShape,
+    num_microbatches: int,
+    sharding: Sharding | None = None,
+    delay_wgrad: bool = False,
 ) -> Plan:
     """A plan whose order is written in an order file; the passes add the rest.
 
     The file holds words of nodes, such as ``2F.attn.L3``, parted by any white space; ``#`` starts
     a comment that ends with the line. ``Plan.order_text`` writes such a file.
 
+    Weight gradients are delayed where it has W nodes; ``delay_wgrad`` insists on some.
+
     Raises:
-        ValueError: a word is none, or no node's; the message names the line.
+        ValueError: a word is none, or no node's; the message names the line. Or there is no W node.
         PlanError: the order does not hold; the message names the line and shows the grid.
     """
     words = _words_with_lines(text)
@@ -67,6 +85,12 @@ def plan_from_words(
                 f"line {line}: {action} is no node's word; an order file holds nodes alone, such "
                 "as 2F.attn.L3, and gathers, reductions and syncs are added: leave it out"
             )
+    nodes = [action for action, _ in words if isinstance(action, Compute)]
+    if delay_wgrad and not any(node.phase is Phase.WGRAD for node in nodes):
+        raise ValueError(
+            "weight gradients are to be delayed, but the order has no W nodes, such as 0W.mlp.L0; "
+            "add them, or do not delay"
+        )
     bare = _bare_plan(
         [action for action, _ in words],
         name="own",

@@ -11,6 +11,7 @@ from typing import Final, NoReturn
 from ep_overlap.plan.action import (
     NODES_OF,
     ROOT_UNIT,
+    WGRADS_OF,
     Action,
     Compute,
     Node,
@@ -19,12 +20,11 @@ from ep_overlap.plan.action import (
     UnitAction,
     UnitOp,
 )
-from ep_overlap.plan.edges import dependencies, in_model_order, waits
+from ep_overlap.plan.edges import backward_of, dependencies, in_model_order, waits
 from ep_overlap.plan.grid import grid
 from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import unit_given, unit_read
 
-_DELAYED: Final = (Node.ATTN, Node.MLP)
 _BACKWARD_OP: Final = {
     "all_gather_into_tensor": "reduce_scatter_tensor",
     "reduce_scatter_tensor": "all_gather_into_tensor",
@@ -122,7 +122,11 @@ def _fail(plan: Plan, step: int, reason: str) -> NoReturn:
 
 
 def _expected_nodes(plan: Plan) -> list[Compute]:
-    """Every node that the plan must issue, by microbatch and phase, each phase in model order."""
+    """Every node that the plan must issue, by microbatch and phase, each phase in model order.
+
+    What has one W node has all: of every layer that has such a node, in every microbatch.
+    """
+    delayed = plan.delayed
     phases = [Phase.FORWARD] if plan.is_forward_only else [Phase.FORWARD, Phase.BACKWARD]
     expected: list[Compute] = []
     for microbatch in range(plan.num_microbatches):
@@ -131,9 +135,12 @@ def _expected_nodes(plan: Plan) -> list[Compute]:
             for layer, kind in enumerate(plan.shape.layers):
                 expected += [Compute(microbatch, phase, node, layer) for node in NODES_OF[kind]]
             expected.append(Compute(microbatch, phase, Node.POST))
-        if plan.delays_wgrad:
-            for layer in range(plan.shape.num_layers):
-                expected += [Compute(microbatch, Phase.WGRAD, node, layer) for node in _DELAYED]
+        for layer, kind in enumerate(plan.shape.layers):
+            expected += [
+                Compute(microbatch, Phase.WGRAD, node, layer)
+                for node in WGRADS_OF[kind]
+                if node in delayed
+            ]
     return expected
 
 
@@ -157,8 +164,7 @@ def _check_nodes(plan: Plan) -> None:
 def _place_of_missing(node: Compute, seen: Mapping[Compute, int]) -> int:
     """Where a missing node is missed first: at the next node of its pass; for W, at its B."""
     if node.phase is Phase.WGRAD:
-        backward = Compute(node.microbatch, Phase.BACKWARD, node.node, node.layer)
-        return seen.get(backward, len(seen))
+        return seen.get(backward_of(node), len(seen))
     backward = node.phase is Phase.BACKWARD
     after = [
         step

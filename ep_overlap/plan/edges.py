@@ -105,6 +105,12 @@ def in_model_order(compute: Compute) -> tuple[int, int]:
     return layer, _NODES.index(compute.node)
 
 
+def backward_of(wgrad: Compute) -> Compute:
+    """The node whose backward leaves a W node its work."""
+    node = Node.ATTN if wgrad.node is Node.SHARED else wgrad.node
+    return Compute(wgrad.microbatch, Phase.BACKWARD, node, wgrad.layer)
+
+
 def _add_data(actions: Sequence[Action], needed: list[set[int]]) -> None:
     """Along each pass, node after node; each backward after its forward, each W after its B."""
     place = {action: i for i, action in enumerate(actions) if isinstance(action, Compute)}
@@ -117,12 +123,15 @@ def _add_data(actions: Sequence[Action], needed: list[set[int]]) -> None:
         nodes.sort(key=in_model_order, reverse=phase is Phase.BACKWARD)
         for earlier, later in pairwise(nodes):
             needed[place[later]].add(place[earlier])
-    source = {Phase.BACKWARD: Phase.FORWARD, Phase.WGRAD: Phase.BACKWARD}
     for action, index in place.items():
-        if action.phase in source:
-            before = Compute(action.microbatch, source[action.phase], action.node, action.layer)
-            if before in place:
-                needed[index].add(place[before])
+        if action.phase is Phase.BACKWARD:
+            before = Compute(action.microbatch, Phase.FORWARD, action.node, action.layer)
+        elif action.phase is Phase.WGRAD:
+            before = backward_of(action)
+        else:
+            continue
+        if before in place:
+            needed[index].add(place[before])
 
 
 def _add_syncs(actions: Sequence[Action], needed: list[set[int]]) -> None:

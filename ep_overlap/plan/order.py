@@ -18,7 +18,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase, parse_action
+from ep_overlap.plan.action import (
+    NODES_OF,
+    WGRADS_OF,
+    Compute,
+    LayerKind,
+    Node,
+    Phase,
+    parse_action,
+)
 
 
 class OrderName(StrEnum):
@@ -66,12 +74,15 @@ def _template(words: str) -> _Template:
 _ONE_FORWARD: Final = _template("0F.attn.L0 0F.dispatch.L0 0F.mlp.L0 0F.combine.L0")
 
 _SERIAL_BACKWARD: Final = _template(
-    "0B.combine.L0 0B.mlp.L0 0W.mlp.L0 0B.dispatch.L0 0B.attn.L0 0W.attn.L0"
+    "0B.combine.L0 0B.mlp.L0 0W.mlp.L0 0B.dispatch.L0 0B.attn.L0 0W.shared.L0 0W.attn.L0"
+)
+_SERIAL_BACKWARD_OVER_WGRAD: Final = _template(
+    "0B.combine.L0 0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0 0B.attn.L0 0W.shared.L0 0W.attn.L0"
 )
 
 # L1 is the layer below L0. mlp.W hides dispatch.B, attn.W hides the combine.B of the layer below.
 _ONE_BACKWARD: Final = _template(
-    "0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0  0B.attn.L0 0B.combine.L1 0W.attn.L0"
+    "0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0  0B.attn.L0 0B.combine.L1 0W.shared.L0 0W.attn.L0"
 )
 
 # Backward of microbatch 0 in layer L0 beside forward of microbatch 1 in layer L1. dispatch.F comes
@@ -81,7 +92,7 @@ _STEADY: Final = _template(
     "0B.combine.L0 1F.attn.L1"
     " 0B.mlp.L0 1F.dispatch.L1 0W.mlp.L0 0B.dispatch.L0"
     " 1F.mlp.L1 1F.combine.L1"
-    " 0B.attn.L0 0W.attn.L0"
+    " 0B.attn.L0 0W.shared.L0 0W.attn.L0"
 )
 
 # Half a layer apart. Each dispatch is issued one compute node after the attn that feeds it, for
@@ -94,34 +105,52 @@ _TWO_FORWARDS: Final = _template(
 # Backward waits for no sizes, so each exchange is issued right after what feeds it.
 _TWO_BACKWARDS: Final = _template(
     "0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0  1B.mlp.L0 1B.dispatch.L0 1W.mlp.L0"
-    " 0B.attn.L0 0B.combine.L1 0W.attn.L0  1B.attn.L0 1B.combine.L1 1W.attn.L0"
+    " 0B.attn.L0 0B.combine.L1 0W.shared.L0 0W.attn.L0"
+    " 1B.attn.L0 1B.combine.L1 1W.shared.L0 1W.attn.L0"
 )
 
 
-def serial(shape: ModelShape, num_microbatches: int, *, delay_wgrad: bool = False) -> list[Compute]:
-    """Each microbatch's whole forward, then its whole backward; W right after its B."""
+def serial(
+    shape: ModelShape,
+    num_microbatches: int,
+    *,
+    delay_wgrad: bool = False,
+    dispatch_over_wgrad: bool = False,
+) -> list[Compute]:
+    """Each microbatch's whole forward, then its whole backward; W right after its B.
+
+    With ``dispatch_over_wgrad`` the backward of each dispatch runs over the experts' W, which is a
+    node of its own then (Megatron's ``overlap_dispatch_backward_with_experts_wgrad``).
+    """
     _require_microbatches(num_microbatches)
-    writer = _Writer(shape=shape, delay_wgrad=delay_wgrad)
+    writer = _Writer(shape=shape, delayed=_delayed(delay_wgrad, dispatch_over_wgrad))
+    backward = _SERIAL_BACKWARD_OVER_WGRAD if dispatch_over_wgrad else _SERIAL_BACKWARD
     order: list[Compute] = []
     for microbatch in range(num_microbatches):
         order += writer.forward(microbatch)
         order.append(_post(microbatch, Phase.BACKWARD))
         for layer in reversed(range(shape.num_layers)):
-            order += writer.fill(_SERIAL_BACKWARD, (microbatch,), (layer,))
+            order += writer.fill(backward, (microbatch,), (layer,))
         order.append(_pre(microbatch, Phase.BACKWARD))
     return order
 
 
 def combined_1f1b(
-    shape: ModelShape, num_microbatches: int, *, paired: bool, delay_wgrad: bool = False
+    shape: ModelShape,
+    num_microbatches: int,
+    *,
+    paired: bool,
+    delay_wgrad: bool = False,
+    dispatch_over_wgrad: bool = False,
 ) -> list[Compute]:
     """Backward of one microbatch beside forward of a later one (this module's docstring).
 
     Paired needs two microbatches; with one it is the plain order, which then is the serial one
-    but for the place of delayed W nodes.
+    but for the place of delayed W nodes. Dispatch's backward runs over the experts' W wherever that
+    is a node.
     """
     _require_microbatches(num_microbatches)
-    writer = _Writer(shape=shape, delay_wgrad=delay_wgrad)
+    writer = _Writer(shape=shape, delayed=_delayed(delay_wgrad, dispatch_over_wgrad))
     if paired and num_microbatches > 1:
         return _paired(writer, num_microbatches)
     return _plain(writer, num_microbatches)
@@ -130,7 +159,7 @@ def combined_1f1b(
 def forward_only(shape: ModelShape, num_microbatches: int) -> list[Compute]:
     """Each microbatch's forward, one after the other: evaluation."""
     _require_microbatches(num_microbatches)
-    writer = _Writer(shape=shape, delay_wgrad=False)
+    writer = _Writer(shape=shape, delayed=frozenset())
     return [node for microbatch in range(num_microbatches) for node in writer.forward(microbatch)]
 
 
@@ -139,7 +168,8 @@ class _Writer:
     """Writes the pieces that the orders are made of."""
 
     shape: ModelShape
-    delay_wgrad: bool
+    delayed: frozenset[Node]
+    """What has W nodes."""
 
     def fill(
         self, template: _Template, microbatches: tuple[int, ...], layers: tuple[int, ...]
@@ -149,8 +179,14 @@ class _Writer:
         for place in template:
             assert place.layer is not None, "templates hold nodes of layers"
             layer = layers[place.layer]
-            wanted = self.delay_wgrad or place.phase is not Phase.WGRAD
-            if wanted and layer >= 0 and place.node in NODES_OF[self.shape.layers[layer]]:
+            if layer < 0:
+                continue
+            kind = self.shape.layers[layer]
+            if place.phase is Phase.WGRAD:
+                is_wanted = place.node in self.delayed and place.node in WGRADS_OF[kind]
+            else:
+                is_wanted = place.node in NODES_OF[kind]
+            if is_wanted:
                 filled.append(
                     Compute(microbatches[place.microbatch], place.phase, place.node, layer)
                 )
@@ -180,6 +216,12 @@ class _Writer:
         for layer in range(self.shape.num_layers):
             order += self.fill(_STEADY, (backward, forward), (last - layer, layer))
         return order
+
+
+def _delayed(delay_wgrad: bool, dispatch_over_wgrad: bool) -> frozenset[Node]:
+    if delay_wgrad:
+        return frozenset({Node.MLP, Node.SHARED, Node.ATTN})
+    return frozenset({Node.MLP}) if dispatch_over_wgrad else frozenset()
 
 
 def _plain(writer: _Writer, num_microbatches: int) -> list[Compute]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from ep_overlap.plan.action import Action, Phase, UnitAction, UnitOp
+from ep_overlap.plan.action import Action, Node, Phase, UnitAction, UnitOp
 from ep_overlap.plan.lower import Sharding
 from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.residency import split_groups
@@ -35,9 +35,11 @@ class Plan:
         return not any(node.phase is Phase.BACKWARD for node in computes_of(self.actions))
 
     @property
-    def delays_wgrad(self) -> bool:
-        """Whether weight gradients have nodes of their own."""
-        return any(node.phase is Phase.WGRAD for node in computes_of(self.actions))
+    def delayed(self) -> frozenset[Node]:
+        """The nodes whose weight gradients are nodes of their own (W)."""
+        return frozenset(
+            action.node for action in computes_of(self.actions) if action.phase is Phase.WGRAD
+        )
 
     @property
     def max_unsharded_units(self) -> int | None:
@@ -60,8 +62,8 @@ class Plan:
         """One line: order, sizes, sharding."""
         kinds = " + ".join(f"{len(list(run))} {kind}" for kind, run in groupby(self.shape.layers))
         parts = [f"{self.order}: layers {kinds}", f"microbatches {self.num_microbatches}"]
-        if self.delays_wgrad:
-            parts.append("delayed wgrad")
+        if self.delayed:
+            parts.append("delayed wgrad" if Node.ATTN in self.delayed else "experts' wgrad delayed")
         if self.sharding is not None:
             parts.append(str(self.sharding.strategy))
         if self.max_unsharded_units is not None:

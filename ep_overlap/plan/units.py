@@ -9,7 +9,7 @@ from typing import Final
 
 from ep_overlap.plan.action import ROOT_UNIT, Action, Compute, Node, Phase, UnitAction, UnitOp
 
-_WITH_WEIGHTS: Final = frozenset({Node.PRE, Node.ATTN, Node.MLP, Node.POST})
+_WITH_WEIGHTS: Final = frozenset({Node.PRE, Node.ATTN, Node.SHARED, Node.MLP, Node.POST})
 _READING: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 _GIVING: Final = frozenset({Phase.BACKWARD, Phase.WGRAD})
 

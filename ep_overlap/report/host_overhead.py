@@ -33,6 +33,7 @@ from ep_overlap.plan.order import OrderName
 from ep_overlap.run.layer import Carry, Collective, Tokens
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.streams import StreamKind
+from fsdp_hooks.wgrad_layers import LayerTypes
 
 NUM_LAYERS: Final = 16
 NUM_MICROBATCHES: Final = 4
@@ -173,6 +174,10 @@ class _Layer(nn.Module):
         return LayerKind.MOE
 
     @property
+    def shared_experts(self) -> None:
+        return None
+
+    @property
     def module(self) -> nn.Module:
         return self
 
@@ -214,6 +219,10 @@ class _Model(nn.Module):
     @property
     def layers(self) -> Sequence[_Layer]:
         return self._layers
+
+    @property
+    def wgrad_layers(self) -> LayerTypes:
+        return {}
 
     def begin(self, batch: None) -> None:
         return None

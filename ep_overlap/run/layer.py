@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ep_overlap.plan.action import LayerKind, Node
+from fsdp_hooks.wgrad_layers import LayerTypes
 
 
 class Tokens(NamedTuple):
@@ -57,7 +58,7 @@ class LayerParts(Protocol):
 
     @property
     def kind(self) -> LayerKind:
-        """``MOE``: the layer is a ``MoELayerParts``; ``DENSE``: a ``DenseLayerParts``."""
+        """``DENSE``: the layer is a ``DenseLayerParts``; else a ``MoELayerParts``."""
         ...
 
     @property
@@ -72,6 +73,11 @@ class LayerParts(Protocol):
 
 class MoELayerParts[StateT](LayerParts, Protocol):
     """A layer with experts. ``state`` is the microbatch's own (see ``ModelParts.begin``)."""
+
+    @property
+    def shared_experts(self) -> nn.Module | None:
+        """What every token visits, as part of ``attn``; None unless the kind is ``MOE_SHARED``."""
+        ...
 
     def attn(self, state: StateT, hidden: Tensor) -> tuple[Tokens, Carry]:
         """Attention, norm, router, gather of token counts, permute. ``hidden``: ``[S, B, H]``."""
@@ -117,6 +123,12 @@ class ModelParts[BatchT, StateT](Protocol):
     @property
     def layers(self) -> Sequence[MoELayerParts[StateT] | DenseLayerParts[StateT]]:
         """In forward order."""
+        ...
+
+    @property
+    def wgrad_layers(self) -> LayerTypes:
+        """Kinds of layers, besides ``nn.Linear``, whose weight gradients can be delayed and fused
+        (see ``fsdp_hooks.manage_wgrad``)."""
         ...
 
     def begin(self, batch: BatchT) -> StateT:

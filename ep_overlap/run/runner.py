@@ -11,6 +11,7 @@ from ep_overlap.plan.action import Compute, Lane, Phase, Sync, UnitAction, UnitO
 from ep_overlap.plan.lifetimes import release_points
 from ep_overlap.plan.plan import Plan
 from ep_overlap.run.node import NodeRun
+from ep_overlap.run.wgrad import WgradRun
 from ep_overlap.run.wiring import NodeKey
 from fsdp_hooks.lifecycle import UnitLifecycle
 from fsdp_hooks.streams import Event, Stream, Work, completed
@@ -29,6 +30,7 @@ class Program:
         plan: what to do.
         streams: of the comp and the comm lane.
         nodes: all nodes of all microbatches.
+        wgrads: all W nodes; empty where weight gradients are not delayed.
         units: by the plan's names; empty without sharding.
         runs_after_launch: whether work runs after it was launched, as on CUDA: then ``SYNC``
             blocks the host, which must know split sizes to launch, and what crosses lanes lives
@@ -41,6 +43,7 @@ class Program:
         *,
         streams: Mapping[Lane, Stream],
         nodes: Mapping[NodeKey, NodeRun],
+        wgrads: Mapping[NodeKey, WgradRun],
         units: Mapping[str, UnitLifecycle],
         runs_after_launch: bool,
     ) -> None:
@@ -51,6 +54,7 @@ class Program:
                 action,
                 streams=streams,
                 nodes=nodes,
+                wgrads=wgrads,
                 units=units,
                 record=index in awaited,
                 host_waits_for_sizes=runs_after_launch,
@@ -60,9 +64,11 @@ class Program:
         self._steps = tuple(zip(launches, plan.waits, strict=True))
         self._drops: Mapping[int, Sequence[Drop]] = {}
         if runs_after_launch:
-            self._drops = _drops(plan, nodes, units)
+            self._drops = _drops(plan, nodes, wgrads, units)
             for node in nodes.values():
                 node.keeps_used = True
+            for wgrad in wgrads.values():
+                wgrad.queue.keeps_used = True
 
     def run(self) -> None:
         """Issue every action in order. Returns when all are issued, not when they are done."""
@@ -82,6 +88,7 @@ class Program:
         *,
         streams: Mapping[Lane, Stream],
         nodes: Mapping[NodeKey, NodeRun],
+        wgrads: Mapping[NodeKey, WgradRun],
         units: Mapping[str, UnitLifecycle],
         record: bool,
         host_waits_for_sizes: bool,
@@ -89,8 +96,16 @@ class Program:
         word = str(action)
         match action:
             case Compute():
-                node = nodes[action.microbatch, action.node, action.layer]
-                work = {Phase.FORWARD: node.forward, Phase.BACKWARD: node.backward}[action.phase]
+                key = (action.microbatch, action.node, action.layer)
+                match action.phase:
+                    case Phase.FORWARD:
+                        work = nodes[key].forward
+                    case Phase.BACKWARD:
+                        work = nodes[key].backward
+                    case Phase.WGRAD:
+                        work = wgrads[key].run
+                    case Phase.RECOMPUTE:
+                        raise AssertionError(f"{action}: recompute is not built yet")
                 return _launch_on(streams[action.lane], work, word=word, record=record)
             case UnitAction():
                 unit = units[action.unit]
@@ -105,7 +120,10 @@ class Program:
 
 
 def _drops(
-    plan: Plan, nodes: Mapping[NodeKey, NodeRun], units: Mapping[str, UnitLifecycle]
+    plan: Plan,
+    nodes: Mapping[NodeKey, NodeRun],
+    wgrads: Mapping[NodeKey, WgradRun],
+    units: Mapping[str, UnitLifecycle],
 ) -> Mapping[int, Sequence[Drop]]:
     """For each action, what may let go of what it read once the action is issued."""
     found: dict[int, list[Drop]] = {}
@@ -114,7 +132,9 @@ def _drops(
         if point is None:
             continue
         if isinstance(action, Compute):
-            drop = nodes[action.microbatch, action.node, action.layer].drop_used
+            key = (action.microbatch, action.node, action.layer)
+            is_wgrad = action.phase is Phase.WGRAD
+            drop = wgrads[key].queue.drop_used if is_wgrad else nodes[key].drop_used
         elif isinstance(action, UnitAction):
             drop = units[action.unit].drop_reduced
         else:

@@ -8,16 +8,18 @@ One MoE layer between its neighbours; a dense layer is ``attn --Hidden--> mlp``:
 *next* is the next layer's attn, or post. It begins with this layer's ``finish``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase
+from ep_overlap.plan.action import NODES_OF, WGRADS_OF, Compute, LayerKind, Node, Phase
 from ep_overlap.run.layer import Carry, DenseLayerParts, ModelParts, MoELayerParts, Tokens
 from ep_overlap.run.node import Bundle, HandOff, Hidden, LossEnd, NodeRun
+from ep_overlap.run.wgrad import WgradRun
+from fsdp_hooks.wgrad import WgradQueue
 
 LossFn = Callable[[Tensor, Any], Tensor]
 """``(output, batch) -> scalar``; divided by the number of microbatches."""
@@ -108,7 +110,7 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
     users: list[tuple[ProcessGroup, Compute]] = []
     for index, layer in enumerate(parts.layers):
         needed = [str(node) for node in NODES_OF[layer.kind]]
-        if layer.kind is LayerKind.MOE:
+        if layer.kind.has_experts:
             needed.append("finish")
         missing = [name for name in needed if not callable(_member(layer, name))]
         if missing:
@@ -149,6 +151,24 @@ def wire(slot: MicrobatchSlot, parts: ModelParts[Any, Any]) -> dict[NodeKey, Nod
     return _Wiring(slot, parts).nodes
 
 
+def wire_wgrad(
+    slot: MicrobatchSlot, parts: ModelParts[Any, Any], delayed: Collection[Node]
+) -> dict[NodeKey, WgradRun]:
+    """All W nodes of one microbatch, each with a queue of its own. ``delayed``: what has some."""
+    wgrads: dict[NodeKey, WgradRun] = {}
+    for index, layer in enumerate(parts.layers):
+        queues = {node: WgradQueue() for node in WGRADS_OF[layer.kind] if node in delayed}
+        if Node.SHARED in queues and Node.ATTN in queues:
+            shared_experts = cast(MoELayerParts[Any], layer).shared_experts
+            assert shared_experts is not None, f"layer {index} says that it has shared experts"
+            # They run within attn: its backward leaves their gradients to a W node of their own.
+            aside = dict.fromkeys(shared_experts.modules(), queues[Node.SHARED])
+            queues[Node.ATTN] = WgradQueue(aside)
+        for node, queue in queues.items():
+            wgrads[slot.index, node, index] = WgradRun(queue)
+    return wgrads
+
+
 @final
 class _Wiring:
     """Walks the model from pre to post, each node's outlets being the next one's inlets."""
@@ -162,7 +182,7 @@ class _Wiring:
         inlets: list[HandOff] = [first]
         finish: Callable[..., Tensor] = _hidden
         for index, layer in enumerate(parts.layers):
-            if layer.kind is LayerKind.MOE:
+            if layer.kind.has_experts:
                 inlets, finish = self._moe_layer(
                     index, cast(MoELayerParts[Any], layer), inlets, finish
                 )

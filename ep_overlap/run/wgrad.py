@@ -1,0 +1,31 @@
+"""A W node of one microbatch: makes the weight gradients that a backward left in its queue."""
+
+from typing import final
+
+from ep_overlap.run.node import Hook
+from fsdp_hooks.wgrad import WgradQueue
+
+
+@final
+class WgradRun:
+    """Built once, run every step. What it reads are activations and output gradients, no weights.
+
+    Args:
+        queue: filled by the node's backward.
+    """
+
+    __slots__ = ("post_hooks", "pre_hooks", "queue")
+
+    def __init__(self, queue: WgradQueue) -> None:
+        self.queue = queue
+        # As a node's: they run in the work's own stream time.
+        self.pre_hooks: tuple[Hook, ...] = ()
+        self.post_hooks: tuple[Hook, ...] = ()
+
+    def run(self) -> None:
+        """Make what waits."""
+        for hook in self.pre_hooks:
+            hook()
+        self.queue.flush()
+        for hook in self.post_hooks:
+            hook()
