@@ -13,7 +13,7 @@ class OverlapConfig:
     """Options of an ``OverlapSchedule``.
 
     Raises:
-        ValueError: an option is unknown, out of range, or not built yet.
+        ValueError: an option is unknown, out of range, or excludes another.
     """
 
     num_microbatches: int
@@ -31,6 +31,8 @@ class OverlapConfig:
     max_unsharded_units: int | None = None
     """Budget of layer units gathered at once, with ``optim_grads_params``; None: as many as
     overlap needs."""
+    divide_loss: bool = True
+    """Whether each microbatch's loss is divided by their number; False: ``loss_fn`` has done so."""
     trace: bool = False
     """Record when every action waited and ran; ``StepResult.trace``."""
 

@@ -72,6 +72,7 @@ class OverlapSchedule:
         model: a model that gives its parts (``models.reference.MoETransformer``,
             ``models.megatron.GPTParts``), sharded by ``fsdp_hooks`` or not.
         config: see ``OverlapConfig``.
+        lifecycle: of another sharding core (``fsdp_hooks/adapters``); None: the model's own.
         meter: measures communication (``report.meter.LinkMeter``); collective, so all ranks have
             one or none.
         stream_kind: default: CUDA streams on CUDA, worker threads on CPU; ``INLINE`` for tests of
@@ -86,13 +87,14 @@ class OverlapSchedule:
         model: ModelParts[Any, Any],
         config: OverlapConfig,
         *,
+        lifecycle: RootLifecycle | None = None,
         meter: Meter | None = None,
         stream_kind: StreamKind | None = None,
     ) -> None:
         self.config = config
         self._parts = model
         self._shape = ModelShape(layers=check_parts(model))
-        self._lifecycle: RootLifecycle = lifecycle_of(model.module)
+        self._lifecycle: RootLifecycle = lifecycle or lifecycle_of(model.module)
         self._units = _named_units(model, self._lifecycle)
         device = next(model.module.parameters()).device
         self._kind = stream_kind or default_kind(device)
@@ -106,7 +108,7 @@ class OverlapSchedule:
         }
         self._caller = CallerStream(device)
         self._slots = [
-            MicrobatchSlot(index, model, config.num_microbatches)
+            MicrobatchSlot(index, model, config.num_microbatches if config.divide_loss else 1)
             for index in range(config.num_microbatches)
         ]
         self._nodes: dict[NodeKey, NodeRun] = {}
@@ -116,7 +118,9 @@ class OverlapSchedule:
         self._wgrad: Wgrad | None = None
         self._wgrads: dict[NodeKey, WgradRun] = {}
         if self.plan.delayed:
-            self._wgrad = manage_wgrad(model.module, layer_types=model.wgrad_layers)
+            self._wgrad = manage_wgrad(
+                model.module, layer_types=model.wgrad_layers, sink=self._lifecycle.grad_sink
+            )
             for slot in self._slots:
                 self._wgrads.update(wire_wgrad(slot, model, self.plan.delayed))
         self._attach_hooks()

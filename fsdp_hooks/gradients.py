@@ -126,13 +126,11 @@ class Gradients:
             if (held := pending[index]) is not None:
                 return Destination(held, is_fresh=False)
             shape = self._layout.extents[index].shape
-            pending[index] = made = torch.empty(shape, dtype=self._dtypes.main, device=self._device)
+            pending[index] = made = self._new_sum(shape, is_reduced_as_it_is=False)
             return Destination(made, is_fresh=True)
-        key, dtype = (
-            (microbatch, self._dtypes.reduce) if each_microbatch else (_STEP, self._dtypes.main)
-        )
+        key = microbatch if each_microbatch else _STEP
         if (input_ := self._inputs.get(key)) is None:
-            whole = torch.empty(self._layout.numel, dtype=dtype, device=self._device)
+            whole = self._new_sum((self._layout.numel,), is_reduced_as_it_is=each_microbatch)
             input_ = self._inputs[key] = _Input(whole, len(self._layout.extents))
         extent = self._layout.extents[index]
         is_fresh = not input_.written[index]
@@ -221,16 +219,18 @@ class Gradients:
     def take(self) -> Tensor | None:
         """Host, after every reduction: what was reduced for good, laid out like the main weights;
         what is left for the step's end is kept."""
-        self._keeps = self.holds_contributions(is_last=True)
+        self._keeps = self.holds_contributions(is_last=True, is_reduced=True)
         step_grad, self._step_grad = self._step_grad, None
         return step_grad
 
-    def holds_contributions(self, *, is_last: bool) -> bool:
-        """Whether gradients wait for ``seal``, or an end of the step for what was accumulated."""
-        if is_last and (self._accumulated is not None or self._awaits_outer):
+    def holds_contributions(self, *, is_last: bool, is_reduced: bool) -> bool:
+        """Whether gradients wait for ``seal``, where a reduction follows and at the end of a step
+        those of earlier microbatches, too. Arguments as there."""
+        if is_reduced and (self._accumulated is not None or _STEP in self._inputs):
             return True
-        inputs = self._inputs.keys() if is_last else self._inputs.keys() - {_STEP}
-        return bool(self._pending or inputs)
+        return bool(
+            self._pending or self._inputs.keys() - {_STEP} or (is_last and self._awaits_outer)
+        )
 
     def drop(self) -> bool:
         """After a failure: forget all contributions. Returns whether some were of backwards that had
@@ -249,6 +249,14 @@ class Gradients:
         self._inner_sum = None
         self._inputs.clear()
         self._keeps = False
+
+    def _new_sum(self, shape: Sequence[int], *, is_reduced_as_it_is: bool) -> Tensor:
+        """What fused gradients are added up in: in the dtype of the wire if nothing else is done to
+        it (unscaled, it can leave float16's range), in none that is narrower than its products."""
+        dtypes = self._dtypes
+        is_wire = is_reduced_as_it_is and dtypes.reduce is not torch.float16
+        dtype = torch.promote_types(dtypes.compute, dtypes.reduce if is_wire else dtypes.main)
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _pending_of(self, microbatch: int) -> Grads:
         pending = self._pending.get(microbatch)

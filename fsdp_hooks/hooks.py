@@ -369,6 +369,7 @@ class ModuleHooks:
             raise
         self._reset()
         if self._root.postpones_end:
+            self._root.collect_postponed()
             self._root.release_units()
         else:
             self._root.end()

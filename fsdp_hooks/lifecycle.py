@@ -179,8 +179,12 @@ class RootLifecycle(Protocol):
     """On the standard path: whether a backward's end waits for ``end_postponed``, because some of
     its weight gradients are yet to be made."""
 
+    def collect_postponed(self) -> None:
+        """Some of them are made: add them up as those of a microbatch of its own."""
+        ...
+
     def end_postponed(self) -> None:
-        """They are made: reduce, publish, and swap back, as the backwards' end would have."""
+        """All are made: reduce, publish, and swap back, as the backwards' end would have."""
         ...
 
     def observe(self, observer: StreamObserver | None) -> None:
@@ -245,6 +249,9 @@ class NoSharding:
 
         self.grad_sink: GradSink = AutogradSink()
         self.postpones_end = False
+
+    def collect_postponed(self) -> None:
+        """They are added up where they go."""
 
     def end_postponed(self) -> None:
         """Gradients are where they go."""

@@ -125,6 +125,11 @@ class FsdpRoot:
         if context.is_last_microbatch:
             self.refresh_compute_weights()
 
+    def collect_postponed(self) -> None:
+        """A postponed backward, or its weight gradients, are through: add up what they made."""
+        for unit in self.units:
+            unit.collect()
+
     def end_postponed(self) -> None:
         """All weight gradients are made: reduce what waits for it, and end."""
         context = self.context

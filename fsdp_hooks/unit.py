@@ -95,7 +95,11 @@ class FsdpUnit:
     def holds_contributions(self, *, is_last: bool) -> bool:
         """Whether gradients wait for ``seal``; at the end of a step those of earlier microbatches
         count."""
-        return any(group.gradients.holds_contributions(is_last=is_last) for group in self.groups)
+        is_reduced = is_last or self.reduces_each_microbatch
+        return any(
+            group.gradients.holds_contributions(is_last=is_last, is_reduced=is_reduced)
+            for group in self.groups
+        )
 
     # ---- issued by the host -------------------------------------------------------------------
 
@@ -172,6 +176,12 @@ class FsdpUnit:
         for group in self.groups:
             if group.requires_grad:
                 group.gradients.seal(microbatch, is_last=is_last, is_reduced=is_reduced)
+
+    def collect(self) -> None:
+        """Add up what has come, in the main dtype; more of the same reduction is to come."""
+        for group in self.groups:
+            if group.requires_grad:
+                group.gradients.seal(0, is_last=False, is_reduced=False)
 
     # ---- queued work --------------------------------------------------------------------------
 

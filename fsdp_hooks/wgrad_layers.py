@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.lifecycle import RootLifecycle, ShardedModule, lifecycle_of
-from fsdp_hooks.wgrad import ManagedLayer, Wgrad, WgradQueue, managed_linear
+from fsdp_hooks.wgrad import GradSink, ManagedLayer, Wgrad, WgradQueue, managed_linear
 
 LayerTypes = Mapping[type[nn.Module], type[ManagedLayer]]
 """For a kind of layer, the class that takes the place of its own methods."""
@@ -77,6 +77,7 @@ def manage_wgrad(
     *,
     fuse: bool | None = None,
     layer_types: LayerTypes = MappingProxyType({}),
+    sink: GradSink | None = None,
 ) -> Wgrad:
     """Let one ``Wgrad`` manage the weight gradients of all layers in ``module`` that allow it.
 
@@ -88,6 +89,7 @@ def manage_wgrad(
         fuse: write gradients straight into the reduction's input (of an unsharded model: into
             ``.grad``). None: as it was, at first not.
         layer_types: kinds of layers besides ``nn.Linear`` and ``ManagedLayer``.
+        sink: takes the gradients; None: the module's own life cycle's.
 
     Raises:
         ValueError: ``module`` has no such layer; another module around or within it is managed, or
@@ -105,7 +107,7 @@ def manage_wgrad(
         )
     wgrad = next(iter(managers.values()), None)
     if wgrad is None:
-        wgrad = Wgrad(lifecycle_of(module).grad_sink, is_fused=bool(fuse))
+        wgrad = Wgrad(sink or lifecycle_of(module).grad_sink, is_fused=bool(fuse))
     elif fuse is not None and fuse is not wgrad.is_fused:
         raise ValueError(
             f"manage_wgrad(fuse={fuse}), but the model is managed with fuse={wgrad.is_fused}; "
@@ -148,13 +150,16 @@ def _method(cls: type, name: str) -> object:
 
 def _refuse_transformer_engine(module: nn.Module) -> None:
     """Its layers make weight gradients by kernels of their own; to leave them out would be to
-    ignore what was asked for."""
+    ignore what was asked for. So do layers derived from them, as megatron-core's are. Its norms
+    and its attention, which have no matrices, are not refused."""
     for name, part in module.named_modules():
-        if type(part).__module__.partition(".")[0] == "transformer_engine":
+        packages = {base.__module__.partition(".")[0] for base in type(part).__mro__}
+        has_matrix = any(param.dim() > 1 for param in part.parameters(recurse=False))
+        if has_matrix and "transformer_engine" in packages:
             raise ValueError(
-                f"{name} is Transformer Engine's {type(part).__name__}: its weight gradients can "
-                "be neither delayed nor fused yet. Build the model with local layers, or leave "
-                "both out"
+                f"{name or 'the model'} is Transformer Engine's {type(part).__name__}: its weight "
+                "gradients can be neither delayed nor fused yet. Build the model with local "
+                "layers, or leave both out"
             )
 
 
@@ -207,8 +212,9 @@ class DelayedWgrad:
         """
         queues = self._queues
         flushed = queues.values() if microbatch is None else [queues.get(microbatch, WgradQueue())]
-        for queue in flushed:
+        for queue in filter(len, flushed):
             queue.flush()
+            self._root.collect_postponed()
         if not len(self):
             self._root.end_postponed()
 

@@ -176,7 +176,7 @@ def undeclared(
     nodes = ["pre"]
     for index, layer in enumerate(parts.layers):
         names = ["attn", "mlp"]
-        if layer.kind is LayerKind.MOE:
+        if layer.kind is not LayerKind.DENSE:
             names = ["attn", "dispatch", "mlp", "combine"]
         nodes += [f"{index}.{name}" for name in names]
     nodes.append("post")

@@ -51,6 +51,8 @@ class Case:
     megatron: bool = False
     shared: bool = False
     """Megatron only: a shared expert in each MoE layer."""
+    tied: bool = False
+    """Reference only: one weight for embedding and output."""
     kind: StreamKind | None = None
     hybrid: str | None = None
     """The outer strategy: half of the ranks hold replicas of the others' shards."""
@@ -148,7 +150,10 @@ def reference(case: Case, groups: Groups | None = None) -> MoETransformer:
         moe_layer_freq=case.freq,
         dtype=case.dtype,
     )
-    return MoETransformer(config, (groups or Groups()).experts(case.ep), seed=3)
+    model = MoETransformer(config, (groups or Groups()).experts(case.ep), seed=3)
+    if case.tied:
+        model.output.weight = model.embedding.weight
+    return model
 
 
 def _megatron(case: Case, groups: Groups) -> Any:

@@ -50,11 +50,6 @@ REFUSED = [
     ),
     ("train --model gpt", "--model: expected one of megatron, reference; got 'gpt'"),
     ("train --optimizer lion", "--optimizer: expected one of adamw, sgd; got 'lion'"),
-    ("train --delay-wgrad-compute", "--delay-wgrad-compute is not built yet; leave it out"),
-    (
-        "train --gradient-accumulation-fusion",
-        "--gradient-accumulation-fusion is not built yet; leave it out",
-    ),
     ("train --data no_such_file.txt", "--data no_such_file.txt: no such file"),
     ("train --load no_such_dir", "--load no_such_dir: there is no such directory"),
     ("train --save no_such_dir/out", "--save no_such_dir/out: there is no directory"),

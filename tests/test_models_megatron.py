@@ -105,7 +105,7 @@ class TestOneRank:
 
     def test_layers_that_frequency_does_not_divide_are_dense(self):
         kinds = [layer.kind for layer in gpt(sizes("dense between")).layers]
-        assert kinds == [LayerKind.MOE, LayerKind.DENSE, LayerKind.MOE]
+        assert kinds == [LayerKind.MOE_SHARED, LayerKind.DENSE, LayerKind.MOE_SHARED]
 
     def test_shared_experts_are_no_expert_parameters(self):
         parts = gpt(sizes())

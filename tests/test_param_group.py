@@ -97,7 +97,7 @@ def contributions(strategy: str) -> list[float]:
             made.seal(microbatch, is_last=microbatch == 1)
         for _ in range(2 if made.each_microbatch else 1):
             made.reduce(1)
-        assert not gradients.holds_contributions(is_last=True)
+        assert not gradients.holds_contributions(is_last=True, is_reduced=True)
         assert all(param.grad is None for param in group.sharded_params) is (not values)
         group.publish()
         grad = group.sharded_params[0].grad

@@ -132,7 +132,7 @@ def test_what_waits_does_not_keep_the_graph_before_it() -> None:
 @pytest.mark.parametrize("fuse", [False, True])
 def test_gradients_come_with_the_flush_and_sum_over_backwards(fuse: bool) -> None:
     # TE#2142: several backwards before a flush overwrote each other, or left zeros.
-    model, batches = mlp(), [input_of(k).requires_grad_() for k in range(2)]
+    model, batches = mlp(), [input_of(k).requires_grad_() for k in range(3)]
     manage_wgrad(model, fuse=fuse)
     with delayed_wgrad(model) as delayed:
         for k, x in enumerate(batches):

@@ -5,6 +5,7 @@ what is gathered meanwhile, and what a failure leaves. Fused ones: ``test_wgrad_
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import pytest
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from ep_overlap.testing import RankPool
 from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.lifecycle import Driver
+from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.wgrad import Destination, GradSink
 from fsdp_hooks.wgrad_layers import DelayedWgrad, delayed_wgrad, manage_wgrad
 
@@ -53,6 +55,13 @@ def local_grads(model: nn.Module) -> Grads:
         name: None if param.grad is None else own_rows(param.grad).clone()
         for name, param in model.named_parameters()
     }
+
+
+def error_of(model: nn.Module, expected: Grads) -> float:
+    """Of this rank's rows: the largest, relative to those; infinite if a gradient is missing."""
+    whole = {name: grad for name, grad in expected.items() if grad is None or grad.numel()}
+    got = local_grads(model)
+    return worst_error({name: got[name] for name in whole}, whole)
 
 
 def own_tokens(seed: int) -> Tensor:
@@ -81,7 +90,13 @@ def plain_step(model: nn.Module, how: How) -> None:
             token_loss(model, own_tokens(index)).backward()
 
 
-def delayed_step(model: nn.Module, how: How, look: Callable[[DelayedWgrad], None]) -> None:
+def _look_away(delayed: DelayedWgrad) -> None:
+    return None
+
+
+def delayed_step(
+    model: nn.Module, how: How, look: Callable[[DelayedWgrad], None] = _look_away
+) -> None:
     """``look`` is called after every backward, with its weight gradients yet to be made."""
     with delayed_wgrad(model) as delayed:
         for index in range(how.num):
@@ -102,8 +117,9 @@ def delayed_step(model: nn.Module, how: How, look: Callable[[DelayedWgrad], None
 
 
 def steps() -> Iterator[How]:
-    for num, flush, says_last in product((1, 3), FLUSHES, (True, False)):
-        yield How(num=num, flush=flush, says_last=says_last)
+    yield How()
+    for flush, says_last in product(FLUSHES, (True, False)):
+        yield How(num=3, flush=flush, says_last=says_last)
 
 
 def wrong_values(fuse: bool) -> list[str]:
@@ -115,13 +131,15 @@ def wrong_values(fuse: bool) -> list[str]:
             for model in (ours, theirs):
                 model.zero_grad()
             plain_step(theirs, how)
-            delayed_step(ours, how, lambda delayed: None)
-            got, expected = local_grads(ours), local_grads(theirs)
+            delayed_step(ours, how)
+            expected = local_grads(theirs)
             # One at a time, gradients are added up and reduced as ever.
             is_exact = not fuse and (how.flush == "each" or how.num == 1)
-            right = equal(got, expected) if is_exact else worst_error(got, expected) <= MAX_ERROR
-            if not right or not clean(root_of(ours)):
-                found.append(f"{strategy} {how}")
+            error = error_of(ours, expected)
+            if error > MAX_ERROR or (is_exact and not equal(local_grads(ours), expected)):
+                found.append(f"{strategy} {how}: {error}")
+            if not clean(root_of(ours)):
+                found.append(f"{strategy} {how}: something is gathered")
     return found
 
 
@@ -135,48 +153,39 @@ def test_delayed_gradients_are_the_plain_ones_whenever_they_are_made(
 # ---- between backward and flush ------------------------------------------------------------------
 
 
+def note_between(
+    root: FsdpRoot, at_rest: Sequence[nn.Parameter], wrong: list[str], delayed: DelayedWgrad
+) -> None:
+    root.context.ag.synchronize()  # releases are issued; wait until they have run
+    groups = [group for unit in root.units for group in unit.groups]
+    computed = [param for group in groups for param in group.compute_params]
+    if any(param.grad is not None for param in (*at_rest, *computed)):
+        wrong.append("a .grad before the flush")
+    if not clean(root):
+        wrong.append(f"{root.stats.unsharded_bytes} bytes are gathered")
+
+
 def wrong_between() -> list[str]:
     groups, found = SharedGroups(), list[str]()
     for strategy, num in product(STRATEGIES, (1, 3)):
         model = new_stack(strategy, groups)
         root, at_rest = root_of(model), list(model.parameters())
-        where = f"{strategy} {num}"
-
-        def look(
-            delayed: DelayedWgrad,
-            model: Stack = model,
-            where: str = where,
-            at_rest: Sequence[nn.Parameter] = at_rest,
-        ) -> None:
-            root = root_of(model)
-            num_gathers = root.stats.num_all_gathers
-            computed = [
-                param for unit in root.units for g in unit.groups for param in g.compute_params
-            ]
-            if any(param.grad is not None for param in (*at_rest, *computed)):
-                found.append(f"{where}: a .grad before the flush")
-            if not clean(root):
-                found.append(f"{where}: {root.stats.unsharded_bytes} bytes gathered")
-            if len(delayed) % NUM_LAYERS or not len(delayed):
-                found.append(f"{where}: {len(delayed)} wait")
-            if root.stats.num_all_gathers != num_gathers:
-                found.append(f"{where}: gathered by looking")
-
-        how = How(num=num, flush="end", says_last=False)
+        wrong: list[str] = []
         with delayed_wgrad(model) as delayed:
             for index in range(num):
                 token_loss(model, own_tokens(index)).backward()
-                look(delayed)
+                note_between(root, at_rest, wrong, delayed)
+                assert len(delayed) == (index + 1) * NUM_LAYERS
             before = root.stats
             delayed.flush()
             after = root.stats
-            if after.num_all_gathers != before.num_all_gathers or after.hook_misses:
-                found.append(f"{where}: weights were gathered for their gradients")
-            reductions = after.num_reduce_scatters + after.num_all_reduces
-            if reductions != len(root.units):
-                found.append(f"{where}: {reductions} reductions at {how}")
+        if after.num_all_gathers != before.num_all_gathers or after.hook_misses:
+            wrong.append("weights were gathered for their gradients")
+        if after.num_reduce_scatters + after.num_all_reduces != len(root.units):
+            wrong.append("not one reduction of each unit")
         if any(param.grad is None for param in at_rest):
-            found.append(f"{where}: no gradient after the flush")
+            wrong.append("no gradient after the flush")
+        found += [f"{strategy} {num}: {what}" for what in wrong]
     return found
 
 
@@ -210,9 +219,9 @@ def counted_collectives() -> dict[str, list[tuple[int, int]]]:
         plain, each, end = (How(num=3, flush=flush) for flush in ("", "each", "end"))
         plain_step(model, plain)  # the first step records the order
         found[strategy] = [
-            collectives_of(model, lambda model=model: plain_step(model, plain)),
-            collectives_of(model, lambda model=model: delayed_step(model, each, lambda d: None)),
-            collectives_of(model, lambda model=model: delayed_step(model, end, lambda d: None)),
+            collectives_of(model, partial(plain_step, model, plain)),
+            collectives_of(model, partial(delayed_step, model, each)),
+            collectives_of(model, partial(delayed_step, model, end)),
         ]
     return found
 
@@ -231,6 +240,18 @@ def test_a_delay_adds_no_collective_and_one_flush_reduces_each_unit_once(ranks2:
 # ---- evaluation within ---------------------------------------------------------------------------
 
 
+def note_evaluation(
+    model: Stack, expected: Tensor, wrong: list[str], delayed: DelayedWgrad
+) -> None:
+    before = len(delayed)
+    with torch.no_grad():
+        loss = token_loss(model, own_tokens(9))
+    if not torch.equal(loss, expected):
+        wrong.append("another loss")
+    if len(delayed) != before:
+        wrong.append(f"{len(delayed) - before} gradients of an evaluation")
+
+
 def wrong_around_evaluation(fuse: bool) -> list[str]:
     groups, found = SharedGroups(), list[str]()
     for strategy, flush, says_last in product(STRATEGIES, ("each", "end"), (True, False)):
@@ -240,23 +261,16 @@ def wrong_around_evaluation(fuse: bool) -> list[str]:
         plain_step(theirs, how)
         with torch.no_grad():
             expected = token_loss(theirs, own_tokens(9))
-
-        def evaluate(
-            delayed: DelayedWgrad, ours: Stack = ours, expected: Tensor = expected
-        ) -> None:
-            before = len(delayed)
-            with torch.no_grad():
-                loss = token_loss(ours, own_tokens(9))
-            if not torch.equal(loss, expected) or len(delayed) != before:
-                found.append(f"{strategy} {how}: another loss")
-
+        wrong: list[str] = []
+        evaluate = partial(note_evaluation, ours, expected, wrong)
         for _ in range(2):  # the second step meets what the first one has left
             ours.zero_grad()
             delayed_step(ours, how, evaluate)
-            if worst_error(local_grads(ours), local_grads(theirs)) > MAX_ERROR:
-                found.append(f"{strategy} {how}")
+            if (error := error_of(ours, local_grads(theirs))) > MAX_ERROR:
+                found.append(f"{strategy} {how}: {error}")
         if not clean(root_of(ours)):
-            found.append(f"{strategy} {how}: something is gathered")
+            wrong.append("something is gathered")
+        found += [f"{strategy} {how}: {what}" for what in wrong]
     return found
 
 
@@ -381,7 +395,7 @@ def wrong_after_failures(fuse: bool) -> list[str]:
             found.append(f"{where}: a gradient")
         for how in (How(num=2), How(num=2, flush="end")):
             for model in (ours, theirs):
-                delayed_step(model, how, lambda delayed: None)
+                delayed_step(model, how)
             if not equal(local_grads(ours), local_grads(theirs)):
                 found.append(f"{where}: then {how}")
             for model in (ours, theirs):

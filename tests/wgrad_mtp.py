@@ -10,11 +10,11 @@ its gradient, three of them lookups, which autograd adds up before the delayed t
 then differs, as it does for fused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,7 +177,7 @@ def _build(case: Case, groups: Groups) -> Any:
         return alone if ".local_experts." in name else everyone
 
     for layer in [*model.decoder.layers, *model.mtp.layers]:
-        fully_shard(cast(nn.Module, layer), mesh=mesh_of, strategy=case.strategy)
+        fully_shard(layer, mesh=mesh_of, strategy=case.strategy)
     fully_shard(
         model,
         mesh=mesh_of,
@@ -209,7 +209,7 @@ def _step(
 
 
 @contextmanager
-def _mtp_losses() -> Iterator[Any]:
+def _mtp_losses() -> Generator[Callable[[], Tensor]]:
     """Gives a function that takes the losses that megatron-core has noted since, ``[MTP layers]``,
     summed over microbatches.
 

@@ -81,6 +81,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
     match args:
         case TrainArguments():
             yield from _bad_model(args)
+            yield from _bad_shared_experts(args)
             yield from _bad_ranks(args, args.num_experts, environ)
             yield from _bad_setup(args)
             yield from _bad_training(args, environ)
@@ -107,28 +108,83 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
 
 def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
     """Settings that change nothing."""
-    if isinstance(args, TrainArguments | PlanArguments | BenchArguments):
-        yield from _unused_budget(args)
-    if isinstance(args, TrainArguments | PlanArguments):
-        overlap = args.overlap_moe_expert_parallel_comm
-        if args.order is not None and not overlap:
-            yield "--order has no effect without --overlap-moe-expert-parallel-comm"
-    if isinstance(args, TrainArguments | BenchArguments):
-        if isinstance(args, BenchArguments):
-            overlap = not args.sharding
-        else:
-            overlap = args.overlap_moe_expert_parallel_comm
-        if overlap and args.expert_parallel_size(environ) == 1:
-            yield (
-                "there is nothing to hide with --expert-model-parallel-size 1: "
-                "a rank that has all experts exchanges nothing"
-            )
-    if isinstance(args, TrainArguments) and args.load is not None:
-        yield from load_remarks(args.load, args)
-    if isinstance(args, BenchArguments):
-        yield from _unused_by_sharding(args) if args.sharding else _unused_without_sharding(args)
-    if isinstance(args, PlanArguments) and args.gradient_accumulation_fusion:
+    match args:
+        case TrainArguments():
+            yield from _unused_order(args)
+            yield from _unused_budget(args)
+            yield from _unused_wgrad(args)
+            if _is_scheduled(args):
+                yield from _nothing_to_hide(args, environ)
+            if args.load is not None:
+                yield from load_remarks(args.load, args)
+        case PlanArguments():
+            yield from _unused_order(args)
+            yield from _unused_budget(args)
+            yield from _unused_wgrad(args)
+            yield from _unused_by_plan(args)
+        case BenchArguments() if args.host_overhead:
+            yield from _unused_by_host_overhead(args)
+        case BenchArguments() if args.sharding:
+            yield from _unused_budget(args)
+            yield from _unused_by_sharding(args)
+        case BenchArguments():
+            yield from _unused_budget(args)
+            yield from _nothing_to_hide(args, environ)
+            yield from _unused_without_sharding(args)
+        case _:
+            pass
+
+
+def _is_scheduled(args: TrainArguments) -> bool:
+    """Whether ``train`` runs a plan, not the module's own forward and backward."""
+    return (
+        args.overlap_moe_expert_parallel_comm or args.overlap_dispatch_backward_with_experts_wgrad
+    )
+
+
+def _nothing_to_hide(args: RankFlags, environ: Mapping[str, str]) -> Iterator[str]:
+    if args.expert_parallel_size(environ) == 1:
+        yield (
+            "there is nothing to hide with --expert-model-parallel-size 1: "
+            "a rank that has all experts exchanges nothing"
+        )
+
+
+def _unused_order(args: TrainArguments | PlanArguments) -> Iterator[str]:
+    if args.order is not None and not args.overlap_moe_expert_parallel_comm:
+        yield "--order has no effect without --overlap-moe-expert-parallel-comm"
+
+
+def _unused_wgrad(args: TrainArguments | PlanArguments) -> Iterator[str]:
+    is_delayed, overlaps = args.delay_wgrad_compute, args.overlap_moe_expert_parallel_comm
+    if isinstance(args, TrainArguments) and is_delayed and not _is_scheduled(args):
+        yield (
+            "--delay-wgrad-compute hides nothing without --overlap-moe-expert-parallel-comm: "
+            "weight gradients are made right after each backward"
+        )
+    if args.overlap_dispatch_backward_with_experts_wgrad and is_delayed and overlaps:
+        yield (
+            "--overlap-dispatch-backward-with-experts-wgrad has no effect beside "
+            "--overlap-moe-expert-parallel-comm --delay-wgrad-compute: they do that already"
+        )
+
+
+def _unused_by_plan(args: PlanArguments) -> Iterator[str]:
+    if args.gradient_accumulation_fusion:
         yield "--gradient-accumulation-fusion does not change a plan"
+    has_shared = args.moe_shared_expert_intermediate_size is not None
+    if has_shared and not args.delay_wgrad_compute:
+        yield (
+            "--moe-shared-expert-intermediate-size does not change a plan without "
+            "--delay-wgrad-compute: shared experts run within attn"
+        )
+
+
+def _unused_by_host_overhead(args: BenchArguments) -> Iterator[str]:
+    given, default = vars(args), vars(BenchArguments())
+    for name in given:
+        if name not in ("host_overhead", "json") and given[name] != default[name]:
+            yield f"{_spelled(name)} has no effect with --host-overhead: its sizes are fixed"
 
 
 def _unused_budget(args: TrainArguments | PlanArguments | BenchArguments) -> Iterator[str]:
@@ -139,7 +195,7 @@ def _unused_budget(args: TrainArguments | PlanArguments | BenchArguments) -> Ite
             "--max-unsharded-units has no effect with --data-parallel-sharding-strategy "
             f"{args.data_parallel_sharding_strategy}: only optim_grads_params gathers units"
         )
-    elif isinstance(args, TrainArguments) and not args.overlap_moe_expert_parallel_comm:
+    elif isinstance(args, TrainArguments) and not _is_scheduled(args):
         yield (
             "--max-unsharded-units has no effect without --overlap-moe-expert-parallel-comm: "
             "module hooks gather one unit ahead"

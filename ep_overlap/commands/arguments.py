@@ -85,7 +85,7 @@ class ModelFlags:
     moe_ffn_hidden_size: int = _flag(256, "hidden width of an expert, and of a dense layer's MLP")
     moe_router_topk: int = _flag(2, "experts that each token is sent to")
     moe_shared_expert_intermediate_size: int | None = _flag(
-        None, "hidden width of an expert that every token visits (megatron; default: there is none)"
+        None, "hidden width of an expert that every token visits; megatron alone (default: none)"
     )
 
 
@@ -153,7 +153,7 @@ class WgradFlags:
     """weight gradients"""
 
     delay_wgrad_compute: bool = _flag(
-        False, "make weight gradients apart from input gradients, as actions of their own"
+        False, "make weight gradients later than input gradients, where an exchange leaves room"
     )
     gradient_accumulation_fusion: bool = _flag(
         False, "write weight gradients straight into the input of the reduction"
@@ -205,7 +205,7 @@ class TrainArguments(
         None, "go on from the checkpoint in DIR, up to --train-iters steps in all", metavar="DIR"
     )
     check_parity: bool = _flag(
-        False, "run the same step without overlap beside it, and compare bit for bit"
+        False, "run each step without overlap and delay too, on a twin, and compare bit for bit"
     )
 
 
@@ -216,7 +216,7 @@ class PlanArguments(ShardingFlags, OverlapFlags, WgradFlags, ResultFlags):
     num_layers: int = _flag(4, "transformer layers")
     moe_layer_freq: int = _flag(1, "every so-manyth layer, from the first, has experts")
     moe_shared_expert_intermediate_size: int | None = _flag(
-        None, "hidden width of an expert that every token visits (default: there is none)"
+        None, "hidden width of an expert that every token visits (default: none)"
     )
     num_microbatches: int = _flag(4, "microbatches of a step, per rank")
     check: bool = _flag(False, "check the plan and say what was proved, instead of printing it")
@@ -263,6 +263,16 @@ class BenchArguments(
         None, "what --sharding compares with: torch's fully_shard (default: fsdp2)"
     )
     num_blocks: int = _flag(6, "with --sharding: transformer blocks, each a unit")
+    delay_wgrad_compute: bool = _flag(
+        False, "time `delayed` too: the paired order with weight gradients made later"
+    )
+    gradient_accumulation_fusion: bool = _flag(
+        False, "in all variants, write weight gradients straight into the input of the reduction"
+    )
+    overlap_dispatch_backward_with_experts_wgrad: bool = _flag(
+        False,
+        "time `serial` too: a dispatch's backward under its experts' weight gradients, no more",
+    )
     # Sizes for which communication at the default rate is about 60% of compute on one core a rank.
     num_layers: int = _flag(2, "transformer layers")
     hidden_size: int = _flag(256, "width of the residual stream")

@@ -128,6 +128,19 @@ def variants_of(args: BenchArguments) -> list[str]:
     return names
 
 
+def config_of(args: BenchArguments, variant: str) -> OverlapConfig | None:
+    """The schedule of a variant; ``off`` has none."""
+    if variant == OFF:
+        return None
+    return OverlapConfig(
+        num_microbatches=args.num_microbatches,
+        order=DEFAULT if variant == DELAYED else variant,
+        delay_wgrad=variant == DELAYED,
+        dispatch_over_wgrad=variant == SERIAL,
+        max_unsharded_units=args.max_unsharded_units,
+    )
+
+
 @final
 class _Bench:
     """All variants on this rank."""
@@ -146,16 +159,9 @@ class _Bench:
         self.chrome = None if args.trace is None else ChromeTrace(rank=world.rank, origin_ns=0)
 
     def _stepper(self, name: str, trainee: Trainee) -> Stepper:
-        num_microbatches = self._args.num_microbatches
-        if name == OFF:
-            return StandardStep(trainee, num_microbatches, self._world)
-        config = OverlapConfig(
-            num_microbatches=num_microbatches,
-            order=DEFAULT if name == DELAYED else name,
-            delay_wgrad=name == DELAYED,
-            dispatch_over_wgrad=name == SERIAL,
-            max_unsharded_units=self._args.max_unsharded_units,
-        )
+        config = config_of(self._args, name)
+        if config is None:
+            return StandardStep(trainee, self._args.num_microbatches, self._world)
         return ScheduledStep(trainee, config, self._world)
 
     def round(self, number: int) -> None:

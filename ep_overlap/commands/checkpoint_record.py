@@ -30,8 +30,8 @@ class CheckpointRecord:
     lr: float
     optimizer: str
     model: str
-    sizes: Mapping[str, int]
-    """By field name of ``ModelFlags``, and ``seq_length``."""
+    sizes: Mapping[str, int | None]
+    """By field name of ``ModelFlags``, and ``seq_length``; None where there is no such part."""
 
     @classmethod
     def of(cls, args: TrainArguments, *, iteration: int, num_sequences: int) -> Self:
@@ -189,7 +189,9 @@ def load_problems(path: Path, args: TrainArguments, environ: Mapping[str, str]) 
     for name, value in ours.items():
         if value != (saved := theirs.get(name)):
             flag = "--" + name.replace("_", "-")
-            yield f"{flag} {value}: the checkpoint in {path} was made with {flag} {saved}"
+            given = f"no {flag}" if value is None else f"{flag} {value}"
+            made = f"without {flag}" if saved is None else f"with {flag} {saved}"
+            yield f"{given}: the checkpoint in {path} was made {made}"
     batch = _global_batch(args, args.num_ranks(environ))
     if record.num_sequences % batch:
         yield (
@@ -215,7 +217,7 @@ def _global_batch(args: TrainArguments, num_ranks: int) -> int:
     return args.micro_batch_size * args.num_microbatches * num_ranks
 
 
-def _sizes(args: TrainArguments) -> dict[str, int]:
+def _sizes(args: TrainArguments) -> dict[str, int | None]:
     values: dict[str, Any] = vars(args)
     return {item.name: values[item.name] for item in fields(ModelFlags)} | {
         "seq_length": args.seq_length

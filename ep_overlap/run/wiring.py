@@ -36,10 +36,10 @@ class MicrobatchSlot:
     keep routing and even pieces of graph in its state.
     """
 
-    def __init__(self, index: int, parts: ModelParts[Any, Any], num_microbatches: int) -> None:
+    def __init__(self, index: int, parts: ModelParts[Any, Any], loss_divisor: int) -> None:
         self.index = index
         self._parts = parts
-        self._num_microbatches = num_microbatches
+        self._loss_divisor = loss_divisor
         self._batch: Any = None
         self.state: Any = None
         """What ``ModelParts.begin`` returned."""
@@ -58,7 +58,7 @@ class MicrobatchSlot:
             raise
 
     def compute_loss(self, output: Tensor) -> Tensor:
-        """The loss, divided by the number of microbatches; undivided it is kept for the caller.
+        """The loss, divided; undivided it is kept for the caller.
 
         Raises:
             ValueError: it is no scalar tensor.
@@ -77,7 +77,7 @@ class MicrobatchSlot:
         self._loss = loss.detach()
         if not torch.is_grad_enabled():  # evaluation: nothing of this microbatch follows
             self.let_go()
-        return loss / self._num_microbatches
+        return loss / self._loss_divisor
 
     def take_loss(self) -> Tensor:
         """The microbatch's loss, undivided."""
