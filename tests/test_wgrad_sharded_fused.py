@@ -82,7 +82,7 @@ class Seen:
 
 
 @contextmanager
-def seen_in(model: Stack) -> Iterator[Seen]:
+def seen_in(model: nn.Module) -> Iterator[Seen]:
     seen = Seen()
     names = {
         id(group.gradients): [slot.name for slot in group.slots]

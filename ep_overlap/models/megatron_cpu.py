@@ -8,6 +8,7 @@ and moves split sizes to the host only from a GPU. The stand-ins answer for the 
 ``torch.cuda.Stream``                 a stream whose work is done when it is issued
 ``torch.cuda.current_stream``         one such stream
 ``torch.cuda.stream``                 enters nothing
+``torch.zeros`` and the like          make tensors of ``device="cuda"`` on the CPU
 ``MoEAlltoAllTokenDispatcher``        its stream for device-to-host copies is such a stream
 ``token_dispatcher``                  its ``maybe_move_tensor_to_cpu`` makes numpy arrays of CPU
                                       tensors too: split sizes must be plain integers
@@ -18,8 +19,10 @@ The stand-in streams order nothing. A schedule brings its own streams; where it 
 calling thread does one thing after the other.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -49,11 +52,26 @@ def megatron_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
         replace(undo, torch.cuda, "Stream", _DoneStream)
         replace(undo, torch.cuda, "current_stream", lambda device=None: stream)
         replace(undo, torch.cuda, "stream", nullcontext)
+        for name in _FACTORIES:
+            replace(undo, torch, name, _on_cpu(getattr(torch, name)))
         replace(undo, token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
         dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
         replace(undo, dispatcher, "cuda_dtoh_stream", stream)
         undo.enter_context(megatron_globals())
         yield
+
+
+_FACTORIES: Final = ("arange", "empty", "full", "ones", "tensor", "zeros")
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
 
 
 def _refuse_gpu(device: torch.device) -> None:

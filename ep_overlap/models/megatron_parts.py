@@ -52,12 +52,14 @@ class GPTBatch:
 
     tokens: Tensor
     """``[B, S]`` int64"""
-    targets: Tensor
-    """``[B, S]`` int64"""
+    targets: Tensor | None
+    """``[B, S]`` int64; None: the output is the scores of each token, not its loss."""
     position_ids: Tensor
     """``[B, S]`` int64"""
-    attention_mask: Tensor
-    """``[1, 1, S, S]`` bool: True where a token must not look."""
+    attention_mask: Tensor | None
+    """``[1, 1, S, S]`` bool: True where a token must not look; None: the layers know it."""
+    loss_mask: Tensor | None = None
+    """``[B, S]``: which tokens count in the losses of multi-token prediction."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -278,6 +280,7 @@ class GPTParts:
             input_ids=batch.tokens,
             position_ids=batch.position_ids,
             labels=batch.targets,
+            loss_mask=batch.loss_mask,
             rotary_pos_emb=state.rotary,
             rotary_pos_cos=None,
             rotary_pos_sin=None,
@@ -286,7 +289,11 @@ class GPTParts:
     def whole(self, batch: GPTBatch) -> Tensor:
         """Call the GPTModel: the loss of each token, ``[B, S]`` float32."""
         return self._model(
-            batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.targets
+            batch.tokens,
+            batch.position_ids,
+            batch.attention_mask,
+            labels=batch.targets,
+            loss_mask=batch.loss_mask,
         )
 
 
