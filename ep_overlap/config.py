@@ -20,7 +20,8 @@ class OverlapConfig:
     overlap: bool = True
     """Megatron's ``--overlap-moe-expert-parallel-comm``. False: the serial order."""
     order: OrderName | str | None = None
-    """``plain``, ``paired``, ``serial``; None: paired where there are two microbatches or more."""
+    """``plain``, ``paired``, ``serial``; None: paired where there are two microbatches or more, and
+    plain for a model that draws random numbers."""
     order_text: str | None = None
     """An order of one's own, as words (the content of an order file); excludes ``order``."""
     delay_wgrad: bool = False
@@ -61,3 +62,9 @@ class OverlapConfig:
             paired = self.num_microbatches >= PAIRED_FROM_MICROBATCHES
             return OrderName.PAIRED if paired else OrderName.PLAIN
         return OrderName(self.order)
+
+    def order_for(self, *, draws_random: bool) -> OrderName:
+        """The order in force for a model that draws random numbers, or for one that does not."""
+        order = self.order_name
+        is_default = self.order is None and order is OrderName.PAIRED
+        return OrderName.PLAIN if draws_random and is_default else order

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final, final
 
 import torch
@@ -245,23 +246,28 @@ class OverlapSchedule:
                 max_unsharded_units=config.max_unsharded_units,
                 reduce_each_microbatch=self._lifecycle.reduces_each_microbatch,
             )
+        draws_random = self._parts.draws_random
         if config.order_text is not None and not evaluate:
-            return plan_from_words(
+            plan = plan_from_words(
                 config.order_text,
                 shape=self._shape,
                 num_microbatches=config.num_microbatches,
                 sharding=sharding,
                 delay_wgrad=config.delay_wgrad or config.dispatch_over_wgrad,
             )
-        return build_plan(
-            shape=self._shape,
-            num_microbatches=config.num_microbatches,
-            order=config.order_name,
-            delay_wgrad=config.delay_wgrad,
-            dispatch_over_wgrad=config.dispatch_over_wgrad,
-            sharding=sharding,
-            evaluate=evaluate,
-        )
+        else:
+            plan = build_plan(
+                shape=self._shape,
+                num_microbatches=config.num_microbatches,
+                order=config.order_for(draws_random=draws_random),
+                delay_wgrad=config.delay_wgrad,
+                dispatch_over_wgrad=config.dispatch_over_wgrad,
+                sharding=sharding,
+                evaluate=evaluate,
+            )
+        if draws_random and not evaluate:
+            _refuse_turns(plan)
+        return plan
 
     def _bind(self, plan: Plan) -> Program:
         return Program(
@@ -307,6 +313,22 @@ class OverlapSchedule:
                 self._wgrads[key].post_hooks += (seal,)
             else:
                 self._nodes[key].post_backward_hooks += (seal,)
+
+
+def _refuse_turns(plan: Plan) -> None:
+    """For a model that draws random numbers.
+
+    Raises:
+        ValueError: the plan's forwards are not one after the other, as on the standard path.
+    """
+    forwards = [a for a in computes_of(plan.actions) if a.phase is Phase.FORWARD]
+    for before, after in pairwise(forwards):
+        if before.microbatch > after.microbatch:
+            raise ValueError(
+                f"order {plan.order!r} cannot run a model that draws random numbers, such as "
+                f"dropout's: {before} comes before {after}, and each would draw what is the "
+                "other's. Use order='plain', the default for such a model, or turn dropout off"
+            )
 
 
 def _named_units(

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_shapes import plans, shape, zero3
 
-from ep_overlap.plan.action import Action, Node, UnitOp, parse_action
+from ep_overlap.plan.action import Action, Compute, Node, Phase, UnitOp, parse_action
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.check import PlanError, check, collective_order
 from ep_overlap.plan.edges import dependencies, waits
@@ -181,6 +181,9 @@ def test_reducing_each_microbatch_where_once_a_step_was_asked_is_refused() -> No
 @given(plans(), st.data())
 def test_dropping_any_action_is_refused(plan: Plan, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(plan.actions) - 1))
+    dropped = plan.actions[index]
+    is_wgrad = isinstance(dropped, Compute) and dropped.phase is Phase.WGRAD
+    assume(not (is_wgrad and plan.num_microbatches == 1))  # that one may be made in its B as well
     with pytest.raises(PlanError):
         check(damaged(plan, lambda actions: actions.__delitem__(index)))
 

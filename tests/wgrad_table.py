@@ -94,7 +94,9 @@ def case_of(strategy: str, *, megatron: bool) -> Case:
     )
 
 
-def cells_of(layout: Layout, megatron: bool, strategies: Sequence[str] = tuple(STRATEGIES)) -> list[Cell]:
+def cells_of(
+    layout: Layout, megatron: bool, strategies: Sequence[str] = tuple(STRATEGIES)
+) -> list[Cell]:
     """Run in every rank of a pool of that many. Collective."""
     from ep_overlap.models.megatron_cpu import megatron_on_cpu
 

@@ -214,11 +214,20 @@ class _Bench:
             "strategy": str(self._args.data_parallel_sharding_strategy),
             "num_ranks": self._world.size,
             "rounds": self._args.rounds,
+            "gradient_accumulation_fusion": self._args.gradient_accumulation_fusion,
             "variants": variants,
+            "delayed_of_paired": self._delayed_of_paired(),
             "compute_s": variants[OFF]["compute_s"],
             "comm_s": default["comm_s"],
             "hidden_share": default["hidden_share"],
         }
+
+    def _delayed_of_paired(self) -> float | None:
+        """The step with delayed weight gradients over that without: the median of rounds."""
+        if DELAYED not in self._samples:
+            return None
+        pairs = zip(self._samples[DELAYED], self._samples[DEFAULT], strict=True)
+        return median(delayed.step_time_s / paired.step_time_s for delayed, paired in pairs)
 
     def _variant_result(self, samples: Sequence[_Sample]) -> dict[str, Any]:
         shares = [s.share for s in samples if s.share is not None]
@@ -238,11 +247,14 @@ def table(result: Mapping[str, Any]) -> Table:
     off_s = result["variants"][OFF]["step_time_s"]
     bound_s = max(result["compute_s"], result["comm_s"] or 0.0)
     kinds = [kind for kind, share in result["hidden_share"].items() if share is not None]
+    fused = ", fused weight gradients" if result["gradient_accumulation_fusion"] else ""
+    ratio = result["delayed_of_paired"]
     shown = Table(
         title=f"{result['model']}, {result['num_ranks']} ranks, {result['link']}, "
-        f"{result['strategy']}, median of {result['rounds']} rounds",
+        f"{result['strategy']}{fused}, median of {result['rounds']} rounds",
         caption=f"compute alone {_ms(result['compute_s'])}, communication alone "
-        f"{_ms(result['comm_s'])}: no order can be faster than the longer of the two, the bound",
+        f"{_ms(result['comm_s'])}: no order can be faster than the longer of the two, the bound"
+        + ("" if ratio is None else f"; a round's delayed step is {ratio:.2f}x its paired one"),
     )
     shown.add_column("overlap", no_wrap=True)
     hidden = (f"{kind}\nhidden" for kind in kinds)

@@ -7,13 +7,14 @@ one rank, because sharding over data-parallel ranks is not the model's business 
 import logging
 import warnings
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import cast
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from ep_overlap.models.groups import ExpertGroups
@@ -29,7 +30,10 @@ try:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
     from megatron.core.transformer.transformer_layer import TransformerLayer
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
@@ -49,58 +53,68 @@ class MegatronSizes:
     topk: int
     seq_length: int
     vocab_size: int = 256
-    moe_layer_freq: int = 1
-    """Layer i is an MoE layer where i is a multiple of this, else a dense one."""
+    moe_layer_freq: int | tuple[int, ...] = 1
+    """Layer i is an MoE layer where i is a multiple of this, else a dense one; or 1 and 0 for each
+    layer."""
     shared_expert_ffn_hidden_size: int | None = None
     """The inner size of the expert that every token visits; None: there is none."""
     mtp_num_layers: int | None = None
-    """Layers of multi-token prediction, each like the decoder's last; None: there are none. On the
-    standard path alone: ``GPTParts`` refuses them."""
+    """Layers of multi-token prediction, each like the decoder's last; None: there are none."""
     tied_embeddings: bool = False
     """The output layer's weight is the embedding's."""
+    positions: Literal["rope", "learned_absolute", "none"] = "rope"
+    """How the model knows them; multi-latent attention brings its own."""
     force_load_balancing: bool = False
     """Route by random scores, for measuring: megatron-core's ``moe_router_force_load_balancing``.
     It draws from a generator of its process, so that two runs of one step differ."""
     swiglu: bool = True
     dtype: torch.dtype = torch.float32
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    """Other settings of megatron-core's ``TransformerConfig``, by its names; with
+    ``multi_latent_attention`` of its ``MLATransformerConfig``."""
 
 
 def transformer_config(sizes: MegatronSizes, expert_parallel_size: int) -> TransformerConfig:
-    """megatron-core's settings for these sizes: no dropout, no biases, no fused kernels."""
-    return TransformerConfig(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_heads,
-        ffn_hidden_size=sizes.ffn_hidden_size,
-        num_moe_experts=sizes.num_experts,
-        moe_ffn_hidden_size=sizes.ffn_hidden_size,
-        moe_router_topk=sizes.topk,
+    """megatron-core's settings for these sizes: no biases, no fused kernels, and no dropout, unless
+    ``sizes.settings`` says so."""
+    is_latent = sizes.settings.get("multi_latent_attention", False)
+    freq = sizes.moe_layer_freq
+    chosen: dict[str, Any] = {
+        "num_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden_size,
+        "num_attention_heads": sizes.num_heads,
+        "ffn_hidden_size": sizes.ffn_hidden_size,
+        "num_moe_experts": sizes.num_experts,
+        "moe_ffn_hidden_size": sizes.ffn_hidden_size,
+        "moe_router_topk": sizes.topk,
         # The softmax of one score is 1, whatever the score: its router would learn nothing.
-        moe_router_pre_softmax=sizes.topk == 1,
-        moe_layer_freq=sizes.moe_layer_freq,
-        moe_shared_expert_intermediate_size=sizes.shared_expert_ffn_hidden_size,
-        mtp_num_layers=sizes.mtp_num_layers,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_router_force_load_balancing=sizes.force_load_balancing,
-        expert_model_parallel_size=expert_parallel_size,
-        normalization="RMSNorm",
-        gated_linear_unit=sizes.swiglu,
-        activation_func=F.silu if sizes.swiglu else F.gelu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=sizes.dtype is torch.bfloat16,
-        params_dtype=sizes.dtype,
+        "moe_router_pre_softmax": sizes.topk == 1,
+        "moe_layer_freq": freq if isinstance(freq, int) else list(freq),
+        "moe_shared_expert_intermediate_size": sizes.shared_expert_ffn_hidden_size,
+        "mtp_num_layers": sizes.mtp_num_layers,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_force_load_balancing": sizes.force_load_balancing,
+        "expert_model_parallel_size": expert_parallel_size,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": sizes.swiglu,
+        "activation_func": F.silu if sizes.swiglu else F.gelu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": sizes.dtype is torch.bfloat16,
+        "params_dtype": sizes.dtype,
         # build_gpt draws the weights, on CPU, so that a seed means the same on every device.
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        transformer_impl="local",
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "transformer_impl": "local",
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        **sizes.settings,
+    }
+    return (MLATransformerConfig if is_latent else TransformerConfig)(**chosen)
 
 
 def build_gpt(
@@ -109,6 +123,7 @@ def build_gpt(
     *,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    everyone: ProcessGroup | None = None,
 ) -> GPTModel:
     """Build the model with megatron-core's local layers, rotary positions and SequentialMLP.
 
@@ -116,6 +131,13 @@ def build_gpt(
     expert-parallel size. The caller's random state stays as it is.
 
     On CPU, call it inside ``megatron_on_cpu``; on a GPU, inside ``megatron_globals``.
+
+    Args:
+        sizes: of the model.
+        groups: of its experts.
+        seed: of its weights.
+        device: where it is to be.
+        everyone: the ranks over which ``global_aux_loss`` counts tokens; None: this one alone.
 
     Raises:
         ValueError: the experts cannot be divided evenly among the ranks.
@@ -143,19 +165,25 @@ def build_gpt(
             share_embeddings_and_output_weights=sizes.tied_embeddings,
             vocab_size=sizes.vocab_size,
             max_sequence_length=sizes.seq_length,
-            position_embedding_type="rope",
-            pg_collection=process_groups(groups),
+            position_embedding_type=sizes.positions,
+            pg_collection=process_groups(groups, everyone),
         )
     _initialise(model, seed)
     return model.to(device=device, dtype=sizes.dtype)
 
 
-def process_groups(groups: ExpertGroups) -> ProcessGroupCollection:
-    """megatron-core's collection: the expert groups, and for all else a group of this rank."""
+def process_groups(
+    groups: ExpertGroups, everyone: ProcessGroup | None = None
+) -> ProcessGroupCollection:
+    """megatron-core's collection: the expert groups, and for all else a group of this rank.
+
+    ``everyone``: see ``build_gpt``.
+    """
     # A real group: the loss reduces over tensor-parallel ranks even where there is one.
     lone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_rank")
     chosen: dict[str, object] = {field.name: lone for field in fields(ProcessGroupCollection)}
     chosen |= {"ep": groups.exchange, "tp_ep": groups.counts, "hcp": [lone]}
+    chosen |= {"tp_dp_cp": everyone or lone}
     # None is megatron-core's word for: this rank shares no embedding with another stage.
     chosen |= {"embd": None, "pos_embd": None}
     return ProcessGroupCollection(**chosen)

@@ -8,11 +8,21 @@ and moves split sizes to the host only from a GPU. The stand-ins answer for the 
 ``torch.cuda.Stream``                 a stream whose work is done when it is issued
 ``torch.cuda.current_stream``         one such stream
 ``torch.cuda.stream``                 enters nothing
+``torch.cuda.synchronize``            does nothing
 ``torch.zeros`` and the like          make tensors of ``device="cuda"`` on the CPU
 ``MoEAlltoAllTokenDispatcher``        its stream for device-to-host copies is such a stream
 ``token_dispatcher``                  its ``maybe_move_tensor_to_cpu`` makes numpy arrays of CPU
                                       tensors too: split sizes must be plain integers
 ``parallel_state``, ``random``        see ``megatron_globals``
+====================================  ==========================================================
+
+``megatron_training_on_cpu`` adds those of its training loop:
+
+====================================  ==========================================================
+``schedules``, ``optimizer``,         their ``torch`` allocates on the CPU what they ask for on
+``clip_grads``, ``grad_scaler``       ``"cuda"``
+``torch.Tensor.type``                 of a CPU tensor, the name of the GPU's type: its optimizers
+                                      sort parameters by that name, and know no other
 ====================================  ==========================================================
 
 The stand-in streams order nothing. A schedule brings its own streams; where it has none, the
@@ -52,6 +62,7 @@ def megatron_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
         replace(undo, torch.cuda, "Stream", _DoneStream)
         replace(undo, torch.cuda, "current_stream", lambda device=None: stream)
         replace(undo, torch.cuda, "stream", nullcontext)
+        replace(undo, torch.cuda, "synchronize", lambda device=None: None)
         for name in _FACTORIES:
             replace(undo, torch, name, _on_cpu(getattr(torch, name)))
         replace(undo, token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
@@ -72,6 +83,24 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return make(*args, **kwargs)
 
     return made
+
+
+@contextmanager
+def megatron_training_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
+    """As ``megatron_on_cpu``, for megatron-core's own training loop, too: its
+    ``DistributedDataParallel``, optimizers and ``forward_backward_no_pipelining``. Raises as it.
+    """
+    from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    with ExitStack() as undo:
+        undo.enter_context(megatron_on_cpu(device))
+        for module in (schedules, optimizer, clip_grads, grad_scaler):
+            replace(undo, module, "torch", _CpuTorch())
+        if "type" not in vars(torch.Tensor):  # else an outer use has put it there
+            undo.callback(delattr, torch.Tensor, "type")
+            torch.Tensor.type = _type  # type: ignore[method-assign]
+        yield
 
 
 def _refuse_gpu(device: torch.device) -> None:
@@ -111,3 +140,25 @@ def _current_device() -> torch.device:
 def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Stand in for ``megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu``."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+class _CpuTorch:
+    """``torch``, but that what is asked for on ``"cuda"`` is made on the CPU."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+    def tensor(self, *args: Any, device: object = None, **kwargs: Any) -> Tensor:
+        return torch.tensor(*args, device="cpu", **kwargs)
+
+    def zeros(self, *args: Any, device: object = None, **kwargs: Any) -> Tensor:
+        return torch.zeros(*args, device="cpu", **kwargs)
+
+
+_tensor_type: Final = torch.Tensor.type
+
+
+def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``Tensor.type``; without arguments, ``torch.cuda.FloatTensor`` for ``torch.FloatTensor``."""
+    found = _tensor_type(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found

@@ -2,9 +2,8 @@
 
 ::
 
-    forward_step_func(data_iterator, model)   for every microbatch, before the first node runs;
-        -> model(tokens, ...)                 ``model`` is a stand-in that notes how it is called
-        -> (its output, loss_func)
+    forward_step_func(data_iterator, model)   for every microbatch, before the first node runs
+        -> (its output, loss_func)            (``megatron_call.py``)
     pre ... post of each microbatch           nodes of a schedule; the output is post's
         -> forward_step_calc_loss             megatron-core's own: loss_func, all scaling
     finalize_model_grads_func                 megatron-core's own
@@ -13,36 +12,39 @@ What the schedule does not do, a forward without backward, or a config without t
 megatron-core's own function.
 """
 
+import copy
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from ep_overlap.config import OverlapConfig
+from ep_overlap.models.megatron_call import CalledBatch, ForwardStepFunc, note_call
 from ep_overlap.models.megatron_globals import INSTALL_HINT
-from ep_overlap.models.megatron_parts import GPTBatch, GPTParts
+from ep_overlap.models.megatron_parts import GPTParts
 from ep_overlap.plan.order import OrderName
 from ep_overlap.schedule import OverlapSchedule
-from fsdp_hooks.lifecycle import RootLifecycle
+from fsdp_hooks.lifecycle import RootLifecycle, ShardedModule, lifecycle_of
 
 try:
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.process_groups_config import (
         MultiModuleProcessGroupCollection,
         ProcessGroupCollection,
     )
+    from megatron.core.transformer.module import Float16Module, float16_to_fp32
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import get_model_config
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
-
-ForwardStepFunc = Callable[..., tuple[Any, Callable[..., Any] | None]]
 
 
 def get_forward_backward_func(
@@ -74,27 +76,14 @@ def get_forward_backward_func(
     for name, size in (("pp_size", pp_size), ("vp_size", vp_size)):
         if size is not None and size != 1:
             raise ValueError(
-                f"{name}={size}, expected 1: pipeline stages are not built yet; take megatron-core's "
-                "own get_forward_backward_func"
+                f"{name}={size}, expected 1: pipeline stages are not built yet; take megatron-"
+                "core's own get_forward_backward_func"
             )
     return ForwardBackward()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """How ``forward_step_func`` called the model for one microbatch."""
-
-    batch: GPTBatch
-    loss_func: Callable[..., Any] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Losses:
-    """What a step's losses leave besides their gradients."""
-
-    data: list[Any] = field(default_factory=list)
-    """megatron-core's ``forward_data_store``: what ``loss_func`` returned to be logged."""
-    num_tokens: list[Tensor] = field(default_factory=list)
+LifecycleOf = Callable[[nn.Module, Sequence[nn.Module]], RootLifecycle | None]
+"""The life cycle of a model as the script has wrapped it, given its layers; None: unsharded."""
 
 
 @final
@@ -102,10 +91,9 @@ class ForwardBackward:
     """A step of a model, as megatron-core's ``forward_backward_no_pipelining``.
 
     Args:
-        order: ``plain`` or ``paired``; None: paired from two microbatches on (plain for a model that
-            draws random numbers).
+        order: see ``OverlapConfig``.
         max_unsharded_units: see ``OverlapConfig``.
-        lifecycle_of: the life cycle of a wrapped model, for a sharding core of one's own.
+        lifecycle_of: for a sharding core of one's own.
     """
 
     def __init__(
@@ -113,13 +101,12 @@ class ForwardBackward:
         *,
         order: OrderName | str | None = None,
         max_unsharded_units: int | None = None,
-        lifecycle_of: Callable[[nn.Module], RootLifecycle | None] | None = None,
+        lifecycle_of: LifecycleOf | None = None,
     ) -> None:
         self._order = order
         self._max_unsharded_units = max_unsharded_units
         self._lifecycle_of = lifecycle_of or _lifecycle_of
-        self._schedules: dict[tuple[int, int], OverlapSchedule] = {}
-        """By the model's identity and the number of microbatches, which may grow in training."""
+        self._built: dict[nn.Module, _Built] = {}
 
     def __call__(
         self,
@@ -141,8 +128,8 @@ class ForwardBackward:
     ) -> list[Any]:
         """Forward and backward of all microbatches; gradients are finalized.
 
-        Sequence lengths, ``micro_batch_size``, ``decoder_seq_length`` and ``p2p_communicator`` matter
-        to pipeline stages alone, here as there.
+        Sequence lengths, ``micro_batch_size`` and ``p2p_communicator`` matter to pipeline stages
+        alone, here as there.
 
         Returns:
             What ``loss_func`` returned to be logged, one for each microbatch.
@@ -170,77 +157,117 @@ class ForwardBackward:
                 force_all_reduce=force_all_reduce,
             )
         _refuse(config, adjust_tensor_shapes_fn, collect_non_loss_data)
-        groups = pg_collection or schedules._build_default_pg_collection()  # pyright: ignore[reportPrivateUsage]
-        schedule = self._schedule(whole, num_microbatches, config)
-        with _timed(config, "forward-backward"):
-            losses = self._step(
-                schedule, forward_step_func, iterator, whole, config, num_microbatches, groups
-            )
+        if pg_collection is None:
+            pg_collection = schedules._build_default_pg_collection()  # pyright: ignore[reportPrivateUsage]
+        step = _Step(
+            model=self._of(whole),
+            config=config,
+            num_microbatches=num_microbatches,
+            context_parallel_size=pg_collection.cp.size(),
+        )
+        with _timed(config):
+            _core_of(whole).set_is_first_microbatch()
+            batches = [
+                note_call(forward_step_func, iterator, whole) for _ in range(num_microbatches)
+            ]
+            self._schedule(step).step(batches, step.loss)
             if config.finalize_model_grads_func is not None:
-                total = torch.stack(losses.num_tokens).sum().to(torch.int)
                 config.finalize_model_grads_func(
                     [whole],
-                    total if config.calculate_per_token_loss else None,
-                    pg_collection=groups,
+                    step.total_num_tokens() if config.calculate_per_token_loss else None,
+                    pg_collection=pg_collection,
                     force_all_reduce=force_all_reduce,
                 )
-        return losses.data
+        return step.logged
 
-    def _schedule(
-        self, model: nn.Module, num_microbatches: int, config: TransformerConfig
-    ) -> OverlapSchedule:
-        key = (id(model), num_microbatches)
-        if key not in self._schedules:
-            self._schedules[key] = OverlapSchedule(
-                GPTParts(_core_of(model)),
+    def _of(self, model: nn.Module) -> "_Built":
+        if model not in self._built:
+            parts = GPTParts(_core_of(model))
+            layers = [layer.module for layer in parts.layers]
+            self._built[model] = _Built(
+                model=model, parts=parts, lifecycle=self._lifecycle_of(model, layers)
+            )
+        return self._built[model]
+
+    def _schedule(self, step: "_Step") -> OverlapSchedule:
+        """Built once for each number of microbatches, which may grow in training."""
+        model, config = step.model, step.config
+        if config.no_sync_func is not None and model.lifecycle is None:
+            raise ValueError(
+                "no_sync_func is set, and the model is in no wrapper whose reductions the schedule "
+                "knows; leave it out, or hand the wrapper's life cycle to ForwardBackward"
+            )
+        key = (step.num_microbatches, config.delay_wgrad_compute)
+        if key not in model.schedules:
+            model.schedules[key] = OverlapSchedule(
+                model.parts,
                 OverlapConfig(
-                    num_microbatches=num_microbatches,
+                    num_microbatches=step.num_microbatches,
                     order=self._order,
                     delay_wgrad=config.delay_wgrad_compute,
                     max_unsharded_units=self._max_unsharded_units,
                     divide_loss=False,
                 ),
-                lifecycle=self._lifecycle_of(model),
+                lifecycle=model.lifecycle,
             )
-        return self._schedules[key]
+        return model.schedules[key]
 
-    def _step(
-        self,
-        schedule: OverlapSchedule,
-        forward_step_func: ForwardStepFunc,
-        iterator: Iterator[Any] | None,
-        model: nn.Module,
-        config: TransformerConfig,
-        num_microbatches: int,
-        groups: ProcessGroupCollection,
-    ) -> _Losses:
-        calls = [
-            _note_call(forward_step_func, iterator, model, num_microbatches)
-            for _ in range(num_microbatches)
-        ]
-        by_batch = {id(call.batch): call for call in calls}
-        losses = _Losses()
 
-        def loss_of(output: Tensor, batch: GPTBatch) -> Tensor:
-            if config.timers is not None:
-                config.timers("forward-compute", log_level=2).start()  # the next call stops it
-            loss, num_tokens = schedules.forward_step_calc_loss(
-                model,
-                output,
-                by_batch[id(batch)].loss_func,
-                config,
-                None,
-                False,
-                num_microbatches,
-                losses.data,
-                groups.cp.size(),
-                True,
-            )
-            losses.num_tokens.append(num_tokens)
-            return loss if config.grad_scale_func is None else config.grad_scale_func(loss)
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """What is made of a model once."""
 
-        schedule.step([call.batch for call in calls], loss_of)
-        return losses
+    model: nn.Module
+    parts: GPTParts
+    lifecycle: RootLifecycle | None
+    schedules: dict[tuple[int, bool], OverlapSchedule] = field(
+        default_factory=dict[tuple[int, bool], OverlapSchedule]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One step's settings, and what its losses leave besides gradients."""
+
+    model: _Built
+    config: TransformerConfig
+    num_microbatches: int
+    context_parallel_size: int
+    logged: list[Any] = field(default_factory=list[Any])
+    """megatron-core's ``forward_data_store``: what ``loss_func`` returned to be logged."""
+    num_tokens: list[Tensor] = field(default_factory=list[Tensor])
+
+    def loss(self, output: Tensor, batch: CalledBatch) -> Tensor:
+        """megatron-core's loss of a microbatch, scaled for its backward."""
+        model, config = self.model.model, self.config
+        if any(isinstance(each, Float16Module) for each in _chain(model)):
+            output = cast(Tensor, float16_to_fp32(output))
+        if config.timers is not None:
+            # It would stop the timer of a forward, and microbatches' forwards are not apart.
+            config = copy.copy(config)
+            config.timers = None
+        loss, num_tokens = schedules.forward_step_calc_loss(
+            model,
+            output,
+            batch.loss_func,
+            config,
+            None,
+            False,
+            self.num_microbatches,
+            self.logged,
+            self.context_parallel_size,
+            True,
+        )
+        self.num_tokens.append(num_tokens)
+        return loss if config.grad_scale_func is None else config.grad_scale_func(loss)
+
+    def total_num_tokens(self) -> Tensor:
+        """Of all microbatches, where the model is: int32, a scalar."""
+        device = next(self.model.model.parameters()).device
+        total = torch.zeros([], dtype=torch.int, device=device)
+        for num_tokens in self.num_tokens:
+            total += num_tokens
+        return total
 
 
 def _only[T](given: T | list[T], name: str) -> T:
@@ -269,133 +296,71 @@ def _refuse(
     ):
         if value:
             raise ValueError(
-                f"{name} is set, and the overlapped step does not support it; leave it out, or turn "
-                "overlap_moe_expert_parallel_comm off"
+                f"{name} is set, and the overlapped step does not support it; leave it out, or "
+                "turn overlap_moe_expert_parallel_comm off"
             )
 
 
 @contextmanager
-def _timed(config: TransformerConfig, name: str) -> Generator[None]:
+def _timed(config: TransformerConfig) -> Generator[None]:
     if config.timers is None:
         yield
         return
-    config.timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
-    yield
-    config.timers(name).stop()
-
-
-# ---- how a script calls its model ---------------------------------------------------------------
-
-
-def _note_call(
-    forward_step_func: ForwardStepFunc,
-    iterator: Iterator[Any] | None,
-    model: nn.Module,
-    num_microbatches: int,
-) -> _Call:
-    noted = _StandIn(model)
-    returned, loss_func = forward_step_func(iterator, noted)
-    if noted.batch is None:
-        raise ValueError(
-            "forward_step_func returned without calling the model; expected it to call the model "
-            "that it is given, once"
-        )
-    if returned is not noted.output:
-        raise ValueError(
-            f"forward_step_func returned {type(returned).__name__} in place of the model's output, "
-            "which is not made yet when it is called: the microbatches' nodes run interleaved. "
-            "Return the output as it is, and do the rest in the loss function"
-        )
-    return _Call(batch=noted.batch, loss_func=loss_func)
-
-
-@final
-class _Output:
-    """In place of an output that is yet to be made."""
-
-
-@final
-class _StandIn:
-    """In place of the model in ``forward_step_func``: notes one call; else is like the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.batch: GPTBatch | None = None
-        self.output = _Output()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        decoder_input: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        loss_mask: Tensor | None = None,
-        **others: object,
-    ) -> _Output:
-        """As ``GPTModel.forward``."""
-        given = {"decoder_input": decoder_input, **others}
-        unsupported = sorted(name for name, value in given.items() if value is not None)
-        if unsupported:
-            raise ValueError(
-                f"the model is called with {', '.join(unsupported)}, which the overlapped step does "
-                "not support; leave it out, or turn overlap_moe_expert_parallel_comm off"
-            )
-        if self.batch is not None:
-            raise ValueError("forward_step_func called the model twice; expected one call")
-        self.batch = GPTBatch(
-            tokens=input_ids,
-            targets=labels,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            loss_mask=loss_mask,
-        )
-        return self.output
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    except BaseException:
+        timer.reset()  # a step that failed may be run again
+        raise
+    timer.stop()
 
 
 # ---- what a script wraps its model in ------------------------------------------------------------
 
 
-def _core_of(model: nn.Module) -> GPTModel:
-    """The GPTModel within its wrappers.
+def _chain(model: nn.Module) -> Iterator[nn.Module]:
+    """The model's wrappers from outside in, and the GPTModel.
 
     Raises:
         ValueError: there is none.
     """
-    inner = model
-    while not isinstance(inner, GPTModel):
-        held = cast(Mapping[str, nn.Module], inner._modules)  # pyright: ignore[reportPrivateUsage]
-        if "module" not in held:
+    yield model
+    while not isinstance(model, GPTModel):
+        held = model._modules.get("module")  # pyright: ignore[reportPrivateUsage]
+        if held is None:
             raise ValueError(
                 f"{type(model).__name__} holds no GPTModel; expected one, or one in wrappers that "
                 "hold it as .module"
             )
-        inner = held["module"]
-    return inner
+        model = held
+        yield model
 
 
-def _lifecycle_of(model: nn.Module) -> RootLifecycle | None:
-    """Of a wrapper that is a sharding core of its own; None: the model itself knows.
+def _core_of(model: nn.Module) -> GPTModel:
+    *_, core = _chain(model)
+    return cast(GPTModel, core)
+
+
+def _lifecycle_of(model: nn.Module, layers: Sequence[nn.Module]) -> RootLifecycle | None:
+    """Of the sharding core that a model is wrapped in; None: it is in none.
 
     Raises:
         ValueError: a wrapper that would miss the gradients of a step that does not call it.
     """
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.module import Float16Module
+    for each in _chain(model):
+        if isinstance(each, ShardedModule):
+            return lifecycle_of(each)
+        if isinstance(each, DistributedDataParallel):
+            from fsdp_hooks.adapters.megatron_ddp import MegatronDdp
 
-    if isinstance(model, DistributedDataParallel):
-        from fsdp_hooks.adapters.megatron_ddp import MegatronDdp
-
-        return MegatronDdp(model)
-    if not isinstance(model, Float16Module | GPTModel):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}, which the overlapped step does not "
-            "call; expected megatron-core's DistributedDataParallel, or fsdp_hooks.fully_shard"
-        )
+            return MegatronDdp(each, layers)
+        if not isinstance(each, Float16Module | GPTModel):
+            raise ValueError(
+                f"the model is wrapped in {type(each).__name__}, which the overlapped step does "
+                "not call; expected megatron-core's DistributedDataParallel or Float16Module, or "
+                "fsdp_hooks.fully_shard"
+            )
     return None
 
 
@@ -403,20 +368,34 @@ def _lifecycle_of(model: nn.Module) -> RootLifecycle | None:
 
 
 _THEIRS: Final = schedules.get_forward_backward_func
-_NAME: Final = "get_forward_backward_func"
+
+
+def _installed(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: object | None = None,
+) -> ForwardBackward:
+    """Ours, told from one that a script has imported itself, which stays."""
+    return get_forward_backward_func(pp_size, vp_size, schedule_pg_collection)
 
 
 def install() -> None:
-    """Put our ``get_forward_backward_func`` wherever megatron-core's has been imported so far."""
-    _replace(_THEIRS, get_forward_backward_func)
+    """Put our ``get_forward_backward_func`` wherever megatron-core's has been imported so far, and
+    where it will be imported from. What a script has got from megatron-core's before stays."""
+    _replace(_THEIRS, _installed)
 
 
 def uninstall() -> None:
     """Put megatron-core's back."""
-    _replace(get_forward_backward_func, _THEIRS)
+    _replace(_installed, _THEIRS)
 
 
 def _replace(old: object, new: object) -> None:
-    for name, module in list(sys.modules.items()):
-        if name != __name__ and module.__dict__.get(_NAME) is old:
-            setattr(module, _NAME, new)
+    """In all modules but this one, under whatever name."""
+    for module in list(sys.modules.values()):
+        # Not all that scripts put there are modules.
+        if not isinstance(module, ModuleType) or module.__name__ == __name__:  # pyright: ignore[reportUnnecessaryIsInstance]
+            continue
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)

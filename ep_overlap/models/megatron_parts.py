@@ -30,7 +30,15 @@ from torch import Tensor, nn
 
 from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, issued
 from ep_overlap.models.megatron_build import global_name
+from ep_overlap.models.megatron_ends import (
+    exchange_with_counts,
+    mtp_collectives,
+    router_collectives,
+    shared_weights,
+    with_values,
+)
 from ep_overlap.models.megatron_globals import INSTALL_HINT
+from ep_overlap.models.megatron_refused import refuse_unsupported
 from ep_overlap.models.megatron_wgrad import WGRAD_LAYERS
 from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.run.layer import Carry, Collective, Tokens
@@ -111,6 +119,7 @@ class GPTMoELayer:
         self._index = index
         self._exchange = dispatcher.ep_group
         self._counts = dispatcher.tp_ep_group
+        self._routers = router_collectives(moe)
         self._shared_experts = cast(nn.Module | None, moe.shared_experts)
 
     @property
@@ -129,10 +138,10 @@ class GPTMoELayer:
         return self._layer
 
     def collectives(self, node: Node) -> Sequence[Collective]:
-        """One gather of counts; tokens and their weights out; results back."""
+        """The router's own, one gather of counts; tokens and their weights out; results back."""
         match node:
             case Node.ATTN:
-                return issued(self._counts, GATHER_COUNTS)
+                return (*self._routers, *issued(self._counts, GATHER_COUNTS))
             case Node.DISPATCH:
                 return issued(self._exchange, EXCHANGE, 2)
             case Node.COMBINE:
@@ -193,6 +202,7 @@ class GPTParts:
 
     def __init__(self, model: GPTModel) -> None:
         refuse_unsupported(model)
+        exchange_with_counts(model)
         self._model = model
         self._layers = [
             GPTMoELayer(layer, layer.mlp, index)
@@ -220,14 +230,30 @@ class GPTParts:
         """Its local linear layers."""
         return WGRAD_LAYERS
 
+    @property
+    def draws_random(self) -> bool:
+        """Whether there is dropout, or noise on the routers' inputs."""
+        config = self._model.config
+        has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
+        return has_dropout or config.moe_input_jitter_eps is not None
+
+    @property
+    def shared_weights(self) -> Sequence[nn.Parameter]:
+        """The embedding's, where the output layer is tied to it or MTP layers use it, too."""
+        return shared_weights(self._model)
+
+    def collectives(self, node: Node) -> Sequence[Collective]:
+        """Those of MTP layers, which run within ``post``."""
+        return tuple(mtp_collectives(self._model)) if node is Node.POST else ()
+
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that belong to one expert: they go on the expert mesh.
 
         megatron-core marks the same ones with ``allreduce = False``, where EP is larger than 1.
         """
-        for layer in _transformer_layers(self._model):
-            if isinstance(layer.mlp, MoELayer):
-                yield from cast(nn.Module, layer.mlp.experts).parameters()
+        for module in self._model.modules():
+            if isinstance(module, MoELayer):
+                yield from cast(nn.Module, module.experts).parameters()
 
     def global_name(self, name: str) -> str:
         """A parameter's name in the model of all expert-parallel ranks."""
@@ -271,16 +297,22 @@ class GPTParts:
         hidden, state.rotary, *_ = self._model._preprocess(batch.tokens, batch.position_ids)
         return cast(Tensor, hidden)
 
-    def post(self, state: GPTState, hidden: Tensor) -> Tensor:
-        """Final norm, output layer and loss of each token. Returns ``[B, S]`` float32."""
+    def post(self, state: GPTState, hidden: Tensor, *shared: Tensor) -> Tensor:
+        """Final norm, MTP layers, output layer and loss of each token. Returns ``[B, S]`` float32.
+
+        ``shared``: values for ``shared_weights``.
+        """
         norm, batch = self._model.decoder.final_layernorm, state.batch
-        assert norm is not None, "a decoder that is the last stage has a final norm"
-        return self._model._postprocess(
+        assert norm is not None, "refused else"
+        model = with_values(self._model, shared)
+        return model._postprocess(
             hidden_states=apply_module(norm)(hidden),
             input_ids=batch.tokens,
             position_ids=batch.position_ids,
             labels=batch.targets,
             loss_mask=batch.loss_mask,
+            attention_mask=batch.attention_mask,
+            mtp_in_postprocess=model.mtp_process,
             rotary_pos_emb=state.rotary,
             rotary_pos_cos=None,
             rotary_pos_sin=None,
@@ -300,56 +332,6 @@ class GPTParts:
 def mean_loss(output: Tensor, batch: GPTBatch) -> Tensor:
     """The mean of all tokens' losses: a scalar."""
     return output.mean()
-
-
-def refuse_unsupported(model: GPTModel) -> None:
-    """Name every setting that the parts leave out.
-
-    Raises:
-        ValueError: there are some.
-    """
-    c = model.config
-    # (setting, got, supported)
-    settings: list[tuple[str, object, object]] = [
-        ("tensor_model_parallel_size", c.tensor_model_parallel_size, 1),
-        ("pipeline_model_parallel_size", c.pipeline_model_parallel_size, 1),
-        ("context_parallel_size", c.context_parallel_size, 1),
-        ("mtp_num_layers", c.mtp_num_layers or None, None),
-        ("hidden_dropout", c.hidden_dropout, 0.0),
-        ("attention_dropout", c.attention_dropout, 0.0),
-        ("moe_input_jitter_eps", c.moe_input_jitter_eps, None),
-        ("fp8", c.fp8, None),
-        ("fp4", c.fp4, None),
-        ("fp32_residual_connection", c.fp32_residual_connection, False),
-        ("fused_residual_rmsnorm", c.fused_residual_rmsnorm, False),
-        ("recompute_granularity", c.recompute_granularity, None),
-        ("cpu_offloading", c.cpu_offloading, False),
-        ("fine_grained_activation_offloading", c.fine_grained_activation_offloading, False),
-        ("cuda_graph_impl", c.cuda_graph_impl, "none"),
-        ("mlp_chunks_for_training", c.mlp_chunks_for_training, 1),
-    ]
-    if c.num_moe_experts is not None:
-        settings += [
-            ("moe_token_dispatcher_type", c.moe_token_dispatcher_type, "alltoall"),
-            ("moe_shared_expert_overlap", c.moe_shared_expert_overlap, False),
-            ("moe_expert_capacity_factor", c.moe_expert_capacity_factor, None),
-            ("moe_paged_stash", c.moe_paged_stash, False),
-            (
-                "overlap_dispatch_backward_with_experts_wgrad",
-                c.overlap_dispatch_backward_with_experts_wgrad,
-                False,
-            ),
-        ]
-    refused = [
-        f"{name}={got!r} (supported: {supported!r})"
-        for name, got, supported in settings
-        if got != supported
-    ]
-    if refused:
-        raise ValueError(
-            "this GPTModel cannot be cut into parts; change in its TransformerConfig: "
-            + ", ".join(refused)
-        )
 
 
 def _transformer_layers(model: GPTModel) -> list[TransformerLayer]:

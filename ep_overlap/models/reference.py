@@ -360,6 +360,21 @@ class MoETransformer(nn.Module):
         """All of its matrices are ``nn.Linear``'s, but for the embeddings'."""
         return {}
 
+    @property
+    def draws_random(self) -> bool:
+        """No: there is no dropout."""
+        return False
+
+    @property
+    def shared_weights(self) -> Sequence[nn.Parameter]:
+        """The embedding's, where a user has tied the output layer to it."""
+        weight = cast(nn.Parameter, self.embedding.weight)
+        return (weight,) if self.output.weight is weight else ()
+
+    def collectives(self, node: Node) -> Sequence[Collective]:
+        """None."""
+        return ()
+
     def begin(self, batch: Batch) -> MicrobatchState:
         """An empty slot for each layer's routing."""
         return MicrobatchState(batch=batch, routing=[None] * len(self.blocks))
@@ -375,9 +390,10 @@ class MoETransformer(nn.Module):
         places = torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1)  # [S, 1]
         return self.embedding(tokens) + self.positions(places)
 
-    def post(self, state: MicrobatchState, hidden: Tensor) -> Tensor:
+    def post(self, state: MicrobatchState, hidden: Tensor, *shared: Tensor) -> Tensor:
         """Final norm and output layer. Returns ``[S, B, V]``."""
-        return self.output(self.final_norm(hidden))
+        normed = self.final_norm(hidden)
+        return F.linear(normed, *shared) if shared else self.output(normed)
 
     @property
     def layers(self) -> Sequence[MoELayer | DenseLayer]:

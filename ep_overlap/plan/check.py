@@ -124,7 +124,7 @@ def _fail(plan: Plan, step: int, reason: str) -> NoReturn:
 def _expected_nodes(plan: Plan) -> list[Compute]:
     """Every node that the plan must issue, by microbatch and phase, each phase in model order.
 
-    What has one W node has all: of every layer that has such a node, in every microbatch.
+    What has a W node in one microbatch has one in all.
     """
     delayed = plan.delayed
     phases = [Phase.FORWARD] if plan.is_forward_only else [Phase.FORWARD, Phase.BACKWARD]
@@ -139,7 +139,7 @@ def _expected_nodes(plan: Plan) -> list[Compute]:
             expected += [
                 Compute(microbatch, Phase.WGRAD, node, layer)
                 for node in WGRADS_OF[kind]
-                if node in delayed
+                if (node, layer) in delayed
             ]
     return expected
 

@@ -16,7 +16,7 @@ Source of the plain order: Megatron-LM's ``combined_1f1b`` schedule, with
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Self
 
 from ep_overlap.plan.action import (
     NODES_OF,
@@ -123,7 +123,7 @@ def serial(
     node of its own then (Megatron's ``overlap_dispatch_backward_with_experts_wgrad``).
     """
     _require_microbatches(num_microbatches)
-    writer = _Writer(shape=shape, delayed=_delayed(delay_wgrad, dispatch_over_wgrad))
+    writer = _Writer.of(shape, delay_wgrad, dispatch_over_wgrad)
     backward = _SERIAL_BACKWARD_OVER_WGRAD if dispatch_over_wgrad else _SERIAL_BACKWARD
     order: list[Compute] = []
     for microbatch in range(num_microbatches):
@@ -150,7 +150,7 @@ def combined_1f1b(
     is a node.
     """
     _require_microbatches(num_microbatches)
-    writer = _Writer(shape=shape, delayed=_delayed(delay_wgrad, dispatch_over_wgrad))
+    writer = _Writer.of(shape, delay_wgrad, dispatch_over_wgrad)
     if paired and num_microbatches > 1:
         return _paired(writer, num_microbatches)
     return _plain(writer, num_microbatches)
@@ -168,8 +168,21 @@ class _Writer:
     """Writes the pieces that the orders are made of."""
 
     shape: ModelShape
-    delayed: frozenset[Node]
-    """What has W nodes."""
+    delayed: frozenset[tuple[Node, int]]
+    """What has W nodes, with its layer."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, delay_wgrad: bool, dispatch_over_wgrad: bool) -> Self:
+        """A writer of W nodes where they are asked for; dispatch needs those of its experts."""
+        return cls(
+            shape=shape,
+            delayed=frozenset(
+                (node, layer)
+                for layer, kind in enumerate(shape.layers)
+                for node in WGRADS_OF[kind]
+                if delay_wgrad or (dispatch_over_wgrad and node is Node.MLP and kind.has_experts)
+            ),
+        )
 
     def fill(
         self, template: _Template, microbatches: tuple[int, ...], layers: tuple[int, ...]
@@ -183,7 +196,7 @@ class _Writer:
                 continue
             kind = self.shape.layers[layer]
             if place.phase is Phase.WGRAD:
-                is_wanted = place.node in self.delayed and place.node in WGRADS_OF[kind]
+                is_wanted = (place.node, layer) in self.delayed
             else:
                 is_wanted = place.node in NODES_OF[kind]
             if is_wanted:
@@ -216,12 +229,6 @@ class _Writer:
         for layer in range(self.shape.num_layers):
             order += self.fill(_STEADY, (backward, forward), (last - layer, layer))
         return order
-
-
-def _delayed(delay_wgrad: bool, dispatch_over_wgrad: bool) -> frozenset[Node]:
-    if delay_wgrad:
-        return frozenset({Node.MLP, Node.SHARED, Node.ATTN})
-    return frozenset({Node.MLP}) if dispatch_over_wgrad else frozenset()
 
 
 def _plain(writer: _Writer, num_microbatches: int) -> list[Compute]:

@@ -35,10 +35,12 @@ class Plan:
         return not any(node.phase is Phase.BACKWARD for node in computes_of(self.actions))
 
     @property
-    def delayed(self) -> frozenset[Node]:
-        """The nodes whose weight gradients are nodes of their own (W)."""
+    def delayed(self) -> frozenset[tuple[Node, int | None]]:
+        """The nodes, with their layers, whose weight gradients are nodes of their own (W)."""
         return frozenset(
-            action.node for action in computes_of(self.actions) if action.phase is Phase.WGRAD
+            (action.node, action.layer)
+            for action in computes_of(self.actions)
+            if action.phase is Phase.WGRAD
         )
 
     @property
@@ -63,7 +65,8 @@ class Plan:
         kinds = " + ".join(f"{len(list(run))} {kind}" for kind, run in groupby(self.shape.layers))
         parts = [f"{self.order}: layers {kinds}", f"microbatches {self.num_microbatches}"]
         if self.delayed:
-            parts.append("delayed wgrad" if Node.ATTN in self.delayed else "experts' wgrad delayed")
+            is_experts_alone = all(node is Node.MLP for node, _ in self.delayed)
+            parts.append("experts' wgrad delayed" if is_experts_alone else "delayed wgrad")
         if self.sharding is not None:
             parts.append(str(self.sharding.strategy))
         if self.max_unsharded_units is not None:

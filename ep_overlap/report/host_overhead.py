@@ -224,13 +224,24 @@ class _Model(nn.Module):
     def wgrad_layers(self) -> LayerTypes:
         return {}
 
+    @property
+    def draws_random(self) -> bool:
+        return False
+
+    @property
+    def shared_weights(self) -> Sequence[nn.Parameter]:
+        return ()
+
+    def collectives(self, node: Node) -> Sequence[Collective]:
+        return ()
+
     def begin(self, batch: None) -> None:
         return None
 
     def pre(self, state: None) -> Tensor:
         return -self.weight
 
-    def post(self, state: None, hidden: Tensor) -> Tensor:
+    def post(self, state: None, hidden: Tensor, *shared: Tensor) -> Tensor:
         return hidden.sum()
 
     def forward(self, batch: None) -> Tensor:

@@ -131,6 +131,26 @@ class ModelParts[BatchT, StateT](Protocol):
         (see ``fsdp_hooks.manage_wgrad``)."""
         ...
 
+    @property
+    def draws_random(self) -> bool:
+        """Whether forwards draw random numbers, as dropout does. Two forwards may not take turns
+        then: each would draw numbers that are the other's on the standard path."""
+        ...
+
+    @property
+    def shared_weights(self) -> Sequence[nn.Parameter]:
+        """What ``pre`` and ``post`` both use, such as a tied embedding; asked within ``pre``.
+
+        They are handed to ``post`` as values, so autograd adds up a microbatch's gradient and
+        leaves it in ``.grad`` once, as in one graph. Else there would be two backward calls, and a
+        core that adds to a sum of all microbatches would round otherwise.
+        """
+        ...
+
+    def collectives(self, node: Node) -> Sequence[Collective]:
+        """The collectives of the forward of ``pre`` or ``post``, in issue order."""
+        ...
+
     def begin(self, batch: BatchT) -> StateT:
         """State of one microbatch in flight: inputs, and what routing keeps between nodes.
 
@@ -142,8 +162,11 @@ class ModelParts[BatchT, StateT](Protocol):
         """Embedding. Returns ``[S, B, H]``."""
         ...
 
-    def post(self, state: StateT, hidden: Tensor) -> Tensor:
-        """Final norm and output layer (and the loss, where the model computes it)."""
+    def post(self, state: StateT, hidden: Tensor, *shared: Tensor) -> Tensor:
+        """Final norm and output layer (and the loss, where the model computes it).
+
+        ``shared``: the values to use in place of ``shared_weights``; none: the weights themselves.
+        """
         ...
 
     def whole(self, batch: BatchT) -> Tensor:

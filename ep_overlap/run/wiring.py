@@ -5,7 +5,8 @@ One MoE layer between its neighbours; a dense layer is ``attn --Hidden--> mlp``:
     --Hidden--> attn --Tokens--> dispatch --Tokens--> mlp --Hidden--> combine --Hidden--> next
                    \\_____________________________ Carry _____________________________/
 
-*next* is the next layer's attn, or post. It begins with this layer's ``finish``.
+*next* is the next layer's attn, or post. It begins with this layer's ``finish``. Weights that pre
+and post share go from pre to post as values.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -124,6 +125,9 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
             user = Compute(0, Phase.FORWARD, node, index)
             for collective in layer.collectives(node):
                 _check_lane(collective.group, user, users)
+    for node in (Node.PRE, Node.POST):
+        for collective in parts.collectives(node):
+            _check_lane(collective.group, Compute(0, Phase.FORWARD, node), users)
     return tuple(kinds)
 
 
@@ -152,12 +156,13 @@ def wire(slot: MicrobatchSlot, parts: ModelParts[Any, Any]) -> dict[NodeKey, Nod
 
 
 def wire_wgrad(
-    slot: MicrobatchSlot, parts: ModelParts[Any, Any], delayed: Collection[Node]
+    slot: MicrobatchSlot, parts: ModelParts[Any, Any], delayed: Collection[tuple[Node, int | None]]
 ) -> dict[NodeKey, WgradRun]:
     """All W nodes of one microbatch, each with a queue of its own. ``delayed``: what has some."""
     wgrads: dict[NodeKey, WgradRun] = {}
     for index, layer in enumerate(parts.layers):
-        queues = {node: WgradQueue() for node in WGRADS_OF[layer.kind] if node in delayed}
+        nodes = (node for node in WGRADS_OF[layer.kind] if (node, index) in delayed)
+        queues = {node: WgradQueue() for node in nodes}
         if Node.SHARED in queues and Node.ATTN in queues:
             shared_experts = cast(MoELayerParts[Any], layer).shared_experts
             assert shared_experts is not None, f"layer {index} says that it has shared experts"
@@ -176,8 +181,12 @@ class _Wiring:
     def __init__(self, slot: MicrobatchSlot, parts: ModelParts[Any, Any]) -> None:
         self._slot = slot
         self.nodes: dict[NodeKey, NodeRun] = {}
-        first = self._handoff("pre")
-        self._add(Node.PRE, None, lambda: (Hidden(parts.pre(slot.state)),), [], [first])
+        first, weights = self._handoff("pre"), self._handoff("weights")
+
+        def pre() -> Sequence[Bundle]:
+            return (Hidden(parts.pre(slot.state)), tuple(parts.shared_weights))
+
+        self._add(Node.PRE, None, pre, [], [first, weights])
         self.nodes[slot.index, Node.PRE, None].post_backward_hooks = (slot.let_go,)
         inlets: list[HandOff] = [first]
         finish: Callable[..., Tensor] = _hidden
@@ -192,10 +201,11 @@ class _Wiring:
                 )
         end = finish
 
-        def post(*previous: Bundle) -> Sequence[Bundle]:
-            return (Hidden(slot.compute_loss(parts.post(slot.state, end(*previous)))),)
+        def post(shared: tuple[Tensor, ...], *previous: Bundle) -> Sequence[Bundle]:
+            output = parts.post(slot.state, end(*previous), *shared)
+            return (Hidden(slot.compute_loss(output)),)
 
-        self._add(Node.POST, None, post, inlets, [LossEnd()])
+        self._add(Node.POST, None, post, [weights, *inlets], [LossEnd()])
 
     def _handoff(self, name: str) -> HandOff:
         return HandOff(f"{self._slot.index}.{name}")

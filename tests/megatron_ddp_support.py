@@ -1,0 +1,222 @@
+"""megatron-core's own training step over its DDP, and the same under a schedule: what both leave."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.process_groups_config import ProcessGroupCollection
+from models_support import random_tokens
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ep_overlap.config import OverlapConfig
+from ep_overlap.models.groups import ExpertGroups, new_expert_groups
+from ep_overlap.models.megatron import GPTBatch, GPTParts, mean_loss
+from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
+from ep_overlap.schedule import OverlapSchedule
+from fsdp_hooks.adapters.megatron_ddp import MegatronDdp
+from fsdp_hooks.streams import StreamKind
+
+SMALL_BUCKETS = 3000
+"""Elements: several buckets a layer, some across layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model, its DDP and how it is trained."""
+
+    dtype: torch.dtype = torch.float32
+    layers: int = 3
+    freq: int = 1
+    tied: bool = False
+    shared: bool = False
+    microbatches: int = 3
+    steps: int = 3
+    order: str | None = None
+    order_text: str | None = None
+    delay: bool = False
+    dispatch_over: bool = False
+    optimizer: str = "adam"
+    per_token: bool = False
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ``DistributedDataParallelConfig``."""
+    kind: StreamKind = StreamKind.THREAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The process groups of one world; EP2. Made once: connecting ranks is what takes time."""
+
+    experts: ExpertGroups
+    data: ProcessGroup
+    expert_data: ProcessGroup
+    collection: ProcessGroupCollection
+
+    @staticmethod
+    def new() -> "Groups":
+        experts = new_expert_groups(2)
+        world = dist.get_world_size()
+        data = dist.new_group(list(range(world)))
+        of_expert = [dist.new_group(list(range(first, world, 2))) for first in (0, 1)]
+        expert_data = of_expert[experts.rank]
+        collection = process_groups(experts)
+        for name in ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"):
+            setattr(collection, name, data)
+        for name in ("expt_dp", "intra_expt_dp"):
+            setattr(collection, name, expert_data)
+        collection.tp_ep_pp = (
+            experts.exchange
+        )  # over which the norm of experts' gradients is summed
+        return Groups(experts=experts, data=data, expert_data=expert_data, collection=collection)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a script holds: DDP around the model, its optimizer, and the parts for a schedule."""
+
+    ddp: DistributedDataParallel
+    parts: GPTParts
+    optimizer: MegatronOptimizer
+    groups: Groups
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def batches(self, step: int, num: int) -> list[GPTBatch]:
+        seed = 1000 * step + 100 * dist.get_rank()
+        return [
+            self.parts.batch(*random_tokens(seed + i, batch_size=2, seq_length=16))
+            for i in range(num)
+        ]
+
+    def finalize(self) -> None:
+        finalize_model_grads([self.ddp], pg_collection=self.groups.collection)
+
+
+def trained(case: Case, groups: Groups) -> Trained:
+    sizes = MegatronSizes(
+        num_layers=case.layers,
+        hidden_size=32,
+        num_heads=4,
+        ffn_hidden_size=48,
+        num_experts=4,
+        topk=2,
+        seq_length=16,
+        moe_layer_freq=case.freq,
+        shared_expert_ffn_hidden_size=24 if case.shared else None,
+        tied_embeddings=case.tied,
+        dtype=case.dtype,
+    )
+    model = build_gpt(sizes, groups.experts, seed=5)
+    ddp_config = DistributedDataParallelConfig(**{"bucket_size": SMALL_BUCKETS, **case.ddp})
+    ddp = DistributedDataParallel(model.config, ddp_config, model, pg_collection=groups.collection)
+    config = OptimizerConfig(
+        optimizer=case.optimizer,
+        lr=1e-2,
+        bf16=case.dtype is torch.bfloat16,
+        params_dtype=case.dtype,
+        use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+        overlap_param_gather=ddp_config.overlap_param_gather,
+        clip_grad=1.0,
+    )
+    optimizer = get_megatron_optimizer(
+        config, [ddp], use_gloo_process_groups=False, pg_collection=groups.collection
+    )
+    model.config.no_sync_func = ddp.no_sync
+    model.config.finalize_model_grads_func = finalize_model_grads
+    return Trained(ddp=ddp, parts=GPTParts(model), optimizer=optimizer, groups=groups)
+
+
+Seen = dict[str, Tensor]
+"""Losses, gradients as the optimizer finds them, and weights, of every step, by name."""
+
+Step = Callable[[list[GPTBatch]], list[Tensor]]
+"""Forward and backward of one step, gradients finalized; returns the losses."""
+
+
+def train(case: Case, model: Trained, step: Step) -> Seen:
+    seen: Seen = {}
+    for index in range(case.steps):
+        model.zero_grad()
+        losses = step(model.batches(index, case.microbatches))
+        seen |= {f"{index}.loss{i}": loss.clone() for i, loss in enumerate(losses)}
+        for name, param in model.ddp.module.named_parameters():
+            seen[f"{index}.grad.{name}"] = param.main_grad.clone()
+        _, norm, _ = model.optimizer.step()
+        seen[f"{index}.norm"] = torch.tensor(norm)
+    if model.ddp.ddp_config.overlap_param_gather:
+        model.ddp.start_param_sync(force_sync=True)
+    for name, param in model.ddp.module.named_parameters():
+        seen[f"weight.{name}"] = param.detach().clone()
+    return seen
+
+
+def standard_step(model: Trained) -> Step:
+    """megatron-core's own."""
+
+    def forward_step(data: Iterator[GPTBatch], ddp: DistributedDataParallel) -> Any:
+        batch = next(data)
+        output = ddp(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.targets)
+
+        def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = mean_loss(output, batch)
+            return loss, {"loss": loss.detach().clone()}
+
+        return output, loss_of
+
+    def step(batches: list[GPTBatch]) -> list[Tensor]:
+        reported = forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[model.ddp],
+            num_microbatches=len(batches),
+            seq_length=16,
+            micro_batch_size=2,
+            pg_collection=model.groups.collection,
+        )
+        return [each["loss"] for each in reported]
+
+    return step
+
+
+def schedule_of(case: Case, model: Trained, lifecycle: MegatronDdp) -> OverlapSchedule:
+    config = OverlapConfig(
+        num_microbatches=case.microbatches,
+        order=case.order,
+        order_text=case.order_text,
+        overlap=case.order != "serial",
+        delay_wgrad=case.delay,
+        dispatch_over_wgrad=case.dispatch_over,
+    )
+    return OverlapSchedule(model.parts, config, lifecycle=lifecycle, stream_kind=case.kind)
+
+
+def adapter(case: Case, model: Trained) -> MegatronDdp:
+    layers = [layer.module for layer in model.parts.layers]
+    return MegatronDdp(model.ddp, layers, stream_kind=case.kind)
+
+
+def scheduled_step(model: Trained, schedule: OverlapSchedule) -> Step:
+    def step(batches: list[GPTBatch]) -> list[Tensor]:
+        losses = schedule.step(batches, mean_loss).losses
+        model.finalize()
+        return list(losses)
+
+    return step
+
+
+def unequal(got: Seen, expected: Seen) -> list[str]:
+    assert got.keys() == expected.keys()
+    return [name for name, value in got.items() if not torch.equal(value, expected[name])]
