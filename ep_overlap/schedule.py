@@ -142,7 +142,8 @@ class OverlapSchedule:
 
         Raises:
             ValueError: another number of batches than the schedule was built for.
-            RuntimeError: gradients are off; or the model is in the middle of a step already.
+            RuntimeError: gradients are off, or delayed by somebody else; or the model is in the
+                middle of a step already.
             BaseException: what an action raised, unchanged but for a note with the action's word.
                 The schedule is clean again: the next step may run.
         """
@@ -150,6 +151,12 @@ class OverlapSchedule:
             raise RuntimeError(
                 "step() under no_grad or inference_mode has no backward; call evaluate(), or leave "
                 "the mode"
+            )
+        is_delayed = self._wgrad is not None and self._wgrad.queue is not None
+        if is_delayed or self._lifecycle.postpones_end:
+            raise RuntimeError(
+                "step() within delayed_wgrad, which would take the schedule's weight gradients as "
+                "its own; leave it first. OverlapConfig(delay_wgrad=True) delays a schedule's"
             )
         return self._run(self._training, batches, loss_fn)
 

@@ -233,8 +233,8 @@ class Gradients:
         )
 
     def drop(self) -> bool:
-        """After a failure: forget all contributions. Returns whether some were of backwards that had
-        ended."""
+        """After a failure: forget all contributions. Returns whether some were of backwards that
+        had ended."""
         had_kept = self._keeps
         self._pending.clear()
         self._sealed.clear()

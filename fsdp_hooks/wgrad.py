@@ -185,6 +185,11 @@ class ManagedLayer(nn.Module):
     wgrad: Wgrad | None = None
     """Given by ``manage_wgrad``; None: nobody manages it."""
 
+    @property
+    def fuses_wgrad(self) -> bool:
+        """Whether its weight's gradients are written straight where they go, use by use."""
+        return self.wgrad is not None and self.wgrad.is_fused
+
 
 class Contribution(NamedTuple):
     """One use of one weight, as its gradient needs it. Of the weight only the identity counts."""

@@ -226,18 +226,20 @@ class DelayedWgrad:
 
 
 @contextmanager
-def delayed_wgrad(module: nn.Module) -> Generator[DelayedWgrad]:
+def delayed_wgrad(
+    module: nn.Module, *, layer_types: LayerTypes = MappingProxyType({})
+) -> Generator[DelayedWgrad]:
     """Backwards inside make input gradients only; ``flush()``, or the end, makes the weights'.
 
     For a loop of one's own; a schedule has W actions. Several backwards may run before one flush.
-    Sharded gradients are reduced at the flush, those of several backwards together. ``module``: see
+    Sharded gradients are reduced at the flush, those of several backwards together. Arguments: see
     ``manage_wgrad``.
 
     Raises:
         ValueError: see ``manage_wgrad``.
         RuntimeError: weight gradients are delayed already.
     """
-    wgrad = manage_wgrad(module)
+    wgrad = manage_wgrad(module, layer_types=layer_types)
     if wgrad.queue is not None:
         raise RuntimeError(
             "weight gradients are delayed already; leave the other delayed_wgrad first, or let "

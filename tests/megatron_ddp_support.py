@@ -1,8 +1,8 @@
-"""megatron-core's own training step over its DDP, and the same under a schedule: what both leave."""
+"""megatron-core's own training step over its DDP, and the same under a schedule."""
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,24 +11,25 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
+    param_and_grad_buffer,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
 from models_support import random_tokens
-from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 
 from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
-from ep_overlap.models.megatron import GPTBatch, GPTParts, mean_loss
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
+from ep_overlap.models.megatron_cpu import megatron_training_on_cpu
+from ep_overlap.models.megatron_parts import GPTBatch, GPTParts, mean_loss
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.adapters.megatron_ddp import MegatronDdp
 from fsdp_hooks.streams import StreamKind
 
-SMALL_BUCKETS = 3000
+SMALL_BUCKETS = 8000
 """Elements: several buckets a layer, some across layers."""
 
 
@@ -37,62 +38,61 @@ class Case:
     """One model, its DDP and how it is trained."""
 
     dtype: torch.dtype = torch.float32
-    layers: int = 3
+    layers: int = 2
     freq: int = 1
     tied: bool = False
     shared: bool = False
+    ddp: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of ``DistributedDataParallelConfig``."""
     microbatches: int = 3
     steps: int = 3
     order: str | None = None
-    order_text: str | None = None
     delay: bool = False
     dispatch_over: bool = False
-    optimizer: str = "adam"
-    per_token: bool = False
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Options of ``DistributedDataParallelConfig``."""
     kind: StreamKind = StreamKind.THREAD
+
+    @property
+    def on_standard_path(self) -> "Case":
+        """Less what only a schedule knows."""
+        return replace(self, order=None, delay=False, dispatch_over=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The process groups of one world; EP2. Made once: connecting ranks is what takes time."""
+    """The process groups of one world. Made once: connecting ranks is what takes time."""
 
     experts: ExpertGroups
-    data: ProcessGroup
-    expert_data: ProcessGroup
     collection: ProcessGroupCollection
 
     @staticmethod
     def new() -> "Groups":
-        experts = new_expert_groups(2)
+        """Expert parallelism of two ranks; of one, where there is one."""
         world = dist.get_world_size()
+        size = min(2, world)
+        experts = new_expert_groups(size)
         data = dist.new_group(list(range(world)))
-        of_expert = [dist.new_group(list(range(first, world, 2))) for first in (0, 1)]
-        expert_data = of_expert[experts.rank]
+        of_experts = [dist.new_group(list(range(first, world, size))) for first in range(size)]
         collection = process_groups(experts)
         for name in ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"):
             setattr(collection, name, data)
         for name in ("expt_dp", "intra_expt_dp"):
-            setattr(collection, name, expert_data)
-        collection.tp_ep_pp = (
-            experts.exchange
-        )  # over which the norm of experts' gradients is summed
-        return Groups(experts=experts, data=data, expert_data=expert_data, collection=collection)
+            setattr(collection, name, of_experts[experts.rank])
+        if size > 1:  # over which the norm of experts' gradients is summed
+            collection.tp_ep_pp = experts.exchange
+        return Groups(experts=experts, collection=collection)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a script holds: DDP around the model, its optimizer, and the parts for a schedule."""
+    """What a script holds: DDP around the model, its optimizer; and the parts for a schedule."""
 
     ddp: DistributedDataParallel
     parts: GPTParts
     optimizer: MegatronOptimizer
     groups: Groups
 
-    def zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.ddp.module.named_parameters()
 
     def batches(self, step: int, num: int) -> list[GPTBatch]:
         seed = 1000 * step + 100 * dist.get_rank()
@@ -123,13 +123,13 @@ def trained(case: Case, groups: Groups) -> Trained:
     ddp_config = DistributedDataParallelConfig(**{"bucket_size": SMALL_BUCKETS, **case.ddp})
     ddp = DistributedDataParallel(model.config, ddp_config, model, pg_collection=groups.collection)
     config = OptimizerConfig(
-        optimizer=case.optimizer,
+        optimizer="adam",
         lr=1e-2,
+        clip_grad=1.0,
         bf16=case.dtype is torch.bfloat16,
         params_dtype=case.dtype,
         use_distributed_optimizer=ddp_config.use_distributed_optimizer,
         overlap_param_gather=ddp_config.overlap_param_gather,
-        clip_grad=1.0,
     )
     optimizer = get_megatron_optimizer(
         config, [ddp], use_gloo_process_groups=False, pg_collection=groups.collection
@@ -139,6 +139,20 @@ def trained(case: Case, groups: Groups) -> Trained:
     return Trained(ddp=ddp, parts=GPTParts(model), optimizer=optimizer, groups=groups)
 
 
+@contextmanager
+def one_world() -> Generator[Groups]:
+    """Groups of the ranks, and megatron-core on CPU. On leaving, its process-wide choice of a
+    reduce-scatter is undone, which ``reduce_scatter_with_fp32_accumulation`` makes for good."""
+    with megatron_training_on_cpu():
+        theirs = param_and_grad_buffer.dist_reduce_scatter_func
+        try:
+            yield Groups.new()
+        finally:
+            param_and_grad_buffer.dist_reduce_scatter_func = theirs
+
+
+# ---- training ------------------------------------------------------------------------------------
+
 Seen = dict[str, Tensor]
 """Losses, gradients as the optimizer finds them, and weights, of every step, by name."""
 
@@ -146,25 +160,24 @@ Step = Callable[[list[GPTBatch]], list[Tensor]]
 """Forward and backward of one step, gradients finalized; returns the losses."""
 
 
-def train(case: Case, model: Trained, step: Step) -> Seen:
+def train(case: Case, model: Trained, steps: Sequence[Step]) -> Seen:
+    """``steps``: taken in turn."""
     seen: Seen = {}
     for index in range(case.steps):
-        model.zero_grad()
-        losses = step(model.batches(index, case.microbatches))
+        model.ddp.zero_grad_buffer()
+        model.optimizer.zero_grad()
+        losses = steps[index % len(steps)](model.batches(index, case.microbatches))
         seen |= {f"{index}.loss{i}": loss.clone() for i, loss in enumerate(losses)}
-        for name, param in model.ddp.module.named_parameters():
-            seen[f"{index}.grad.{name}"] = param.main_grad.clone()
+        seen |= {f"{index}.grad.{name}": param.main_grad.clone() for name, param in model.named()}
         _, norm, _ = model.optimizer.step()
         seen[f"{index}.norm"] = torch.tensor(norm)
     if model.ddp.ddp_config.overlap_param_gather:
         model.ddp.start_param_sync(force_sync=True)
-    for name, param in model.ddp.module.named_parameters():
-        seen[f"weight.{name}"] = param.detach().clone()
-    return seen
+    return seen | {f"weight.{name}": param.detach().clone() for name, param in model.named()}
 
 
 def standard_step(model: Trained) -> Step:
-    """megatron-core's own."""
+    """megatron-core's own ``forward_backward_no_pipelining``."""
 
     def forward_step(data: Iterator[GPTBatch], ddp: DistributedDataParallel) -> Any:
         batch = next(data)
@@ -191,21 +204,20 @@ def standard_step(model: Trained) -> Step:
     return step
 
 
-def schedule_of(case: Case, model: Trained, lifecycle: MegatronDdp) -> OverlapSchedule:
+def core_of(case: Case, model: Trained) -> MegatronDdp:
+    layers = [layer.module for layer in model.parts.layers]
+    return MegatronDdp(model.ddp, layers, stream_kind=case.kind)
+
+
+def schedule_of(case: Case, model: Trained, core: MegatronDdp) -> OverlapSchedule:
     config = OverlapConfig(
         num_microbatches=case.microbatches,
         order=case.order,
-        order_text=case.order_text,
         overlap=case.order != "serial",
         delay_wgrad=case.delay,
         dispatch_over_wgrad=case.dispatch_over,
     )
-    return OverlapSchedule(model.parts, config, lifecycle=lifecycle, stream_kind=case.kind)
-
-
-def adapter(case: Case, model: Trained) -> MegatronDdp:
-    layers = [layer.module for layer in model.parts.layers]
-    return MegatronDdp(model.ddp, layers, stream_kind=case.kind)
+    return OverlapSchedule(model.parts, config, lifecycle=core, stream_kind=case.kind)
 
 
 def scheduled_step(model: Trained, schedule: OverlapSchedule) -> Step:
@@ -220,3 +232,21 @@ def scheduled_step(model: Trained, schedule: OverlapSchedule) -> Step:
 def unequal(got: Seen, expected: Seen) -> list[str]:
     assert got.keys() == expected.keys()
     return [name for name, value in got.items() if not torch.equal(value, expected[name])]
+
+
+def differences(cases: Sequence[Case]) -> dict[str, list[str]]:
+    """By case, what a schedule leaves otherwise than megatron-core's own path."""
+    found: dict[str, list[str]] = {}
+    expected: dict[str, Seen] = {}
+    with one_world() as groups:
+        for case in cases:
+            standard = case.on_standard_path
+            if str(standard) not in expected:
+                model = trained(standard, groups)
+                expected[str(standard)] = train(standard, model, [standard_step(model)])
+            model = trained(case, groups)
+            schedule = schedule_of(case, model, core_of(case, model))
+            got = train(case, model, [scheduled_step(model, schedule)])
+            if names := unequal(got, expected[str(standard)]):
+                found[str(case)] = names
+    return found

@@ -1,15 +1,17 @@
 """What Megatron users train, each feature under a schedule beside megatron-core's own step.
 
-``python tests/megatron_features.py`` prints the whole table; ``test_megatron_features.py`` runs part
-of it. Losses, every gradient, the routers' buffers, and what is logged of MTP and router losses are
-compared bit for bit with ``forward_backward_no_pipelining`` on the same model.
+``python tests/megatron_features.py`` prints the whole table; ``test_megatron_features.py`` runs
+part of it. Losses, every gradient, the routers' buffers, and what is logged of MTP and router
+losses are compared bit for bit with ``forward_backward_no_pipelining`` on the same model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import schedule_support as support
 import torch
 import torch.distributed as dist
 from models_support import random_tokens
@@ -18,9 +20,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ep_overlap.commands.world import local_part
 from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
 from ep_overlap.testing import RankPool
+from fsdp_hooks.wgrad_layers import manage_wgrad
 
 SEQ_LENGTH = 8
 BATCH_SIZE = 2
@@ -75,6 +79,18 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "four experts a rank": {"num_experts": 8},
     "dropout": {"settings": DROPOUT},
     "router noise": {"settings": {"moe_input_jitter_eps": 0.1}},
+    "tensor parallel": {
+        "num_layers": 3,
+        "moe_layer_freq": (0, 1, 1),
+        "tied_embeddings": True,
+        "shared_expert_ffn_hidden_size": 12,
+        "settings": {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_tensor_parallel_size": 1,
+            **ROUTER_LOSSES,
+        },
+    },
     "all at once": {
         "num_layers": 3,
         "moe_layer_freq": (0, 1, 1),
@@ -84,6 +100,8 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
         "settings": {**LATENT, **ROUTER_LOSSES, **DROPOUT},
     },
 }
+SHARED_SEQUENCES = "tensor parallel"
+"""Its weight gradients are not delayed."""
 DRAWING = frozenset({"dropout", "router noise", "all at once"})
 """Those that draw random numbers: the paired order refuses them."""
 
@@ -97,10 +115,16 @@ class Case:
     microbatches: int = 2
     order: str = "plain"
     delay: bool = False
+    strategy: str | None = None
+    """Of our own sharding core; the baseline is its standard path then."""
+    fuse: bool = False
+    """Fused weight gradients, in the baseline too; with a strategy."""
 
     def __str__(self) -> str:
-        delayed = ", delayed" if self.delay else ""
-        return f"{self.feature}: {self.dtype}, {self.microbatches} x {self.order}{delayed}"
+        flags = [name for name in ("delay", "fuse") if vars(self)[name]]
+        core = [] if self.strategy is None else [self.strategy]
+        kind = [str(self.dtype), f"{self.microbatches} x {self.order}", *flags, *core]
+        return f"{self.feature}: {', '.join(kind)}"
 
 
 def cases_of(
@@ -108,7 +132,8 @@ def cases_of(
 ) -> Iterator[Case]:
     """Every order, delayed and not."""
     orders = ("serial", "plain") if feature in DRAWING else ("plain", "paired")
-    for dtype, num, order, delay in product(dtypes, microbatches, orders, (False, True)):
+    delays = (False,) if feature == SHARED_SEQUENCES else (False, True)
+    for dtype, num, order, delay in product(dtypes, microbatches, orders, delays):
         yield Case(feature=feature, dtype=dtype, microbatches=num, order=order, delay=delay)
 
 
@@ -120,12 +145,19 @@ class Groups:
     """Of one world; EP2."""
 
     experts: ExpertGroups
+    tensor_parallel: ProcessGroup
+    """Over the same ranks."""
     everyone: ProcessGroup
 
     @staticmethod
     def new() -> "Groups":
-        everyone = dist.new_group(list(range(dist.get_world_size())))
-        return Groups(experts=new_expert_groups(2), everyone=everyone)
+        num_ranks = dist.get_world_size()
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, num_ranks, 2)]
+        return Groups(
+            experts=new_expert_groups(2),
+            tensor_parallel=pairs[dist.get_rank() // 2],
+            everyone=dist.new_group(list(range(num_ranks))),
+        )
 
 
 def sizes_of(feature: str, dtype: torch.dtype) -> Any:
@@ -147,11 +179,44 @@ def sizes_of(feature: str, dtype: torch.dtype) -> Any:
 def model_of(feature: str, dtype: torch.dtype, groups: Groups) -> Any:
     from ep_overlap.models.megatron_build import build_gpt
 
-    return build_gpt(sizes_of(feature, dtype), groups.experts, seed=3, everyone=groups.everyone)
+    sizes = sizes_of(feature, dtype)
+    is_shared = "tensor_model_parallel_size" in sizes.settings
+    tensor_parallel = groups.tensor_parallel if is_shared else None
+    model = build_gpt(
+        sizes, groups.experts, seed=3, everyone=groups.everyone, tensor_parallel=tensor_parallel
+    )
+    if is_shared:
+        _tell_shards_apart(model)
+    if sizes.settings.get("q_lora_rank", 0) is None:
+        for layer in model.decoder.layers:
+            # megatron-core hands this one no group, and asks ``parallel_state``.
+            layer.self_attention.linear_q_proj.tp_group = model.pg_collection.tp
+    return model
+
+
+@contextmanager
+def globals_of(feature: str, groups: Groups) -> Iterator[None]:
+    """What megatron-core asks of ``parallel_state`` alone: its shared experts take no group."""
+    from megatron.core import parallel_state
+
+    from ep_overlap.models.megatron_globals import replace as replace_global
+
+    with ExitStack() as undo:
+        if feature == SHARED_SEQUENCES:
+            name = "_TENSOR_MODEL_PARALLEL_GROUP"
+            replace_global(undo, parallel_state, name, groups.tensor_parallel)
+        yield
+
+
+def _tell_shards_apart(model: Any) -> None:
+    for weight in model.parameters():
+        if getattr(weight, "tensor_model_parallel", False):
+            weight.data.mul_(1 + dist.get_rank() % 2)
 
 
 def batches_of(parts: Any, num: int) -> list[Any]:
-    seed = 100 * dist.get_rank()
+    """Other ones on every rank, but for those that share a sequence."""
+    seed = 100 * (dist.get_rank() // parts.module.config.tensor_model_parallel_size)
     return [parts.batch(*random_tokens(seed + i, BATCH_SIZE, SEQ_LENGTH)) for i in range(num)]
 
 
@@ -163,12 +228,49 @@ def every_difference(cases: Sequence[Case]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     with megatron_on_cpu():
         for (feature, dtype), some in _by_model(cases).items():
-            model = model_of(feature, dtype, groups)
-            # First: a schedule swaps the classes of layers whose weight gradients it delays.
-            theirs = {n: their_step(model, n) for n in sorted({c.microbatches for c in some})}
-            for case in some:
-                found[str(case)] = unequal(our_step(model, case), theirs[case.microbatches])
+            with globals_of(feature, groups):
+                model = model_of(feature, dtype, groups)
+                # First: a schedule swaps the classes of layers whose weight gradients it delays.
+                theirs = {n: their_step(model, n) for n in sorted({c.microbatches for c in some})}
+                for case in some:
+                    found[str(case)] = unequal(our_step(model, case), theirs[case.microbatches])
     return {case: names for case, names in found.items() if names}
+
+
+def every_difference_sharded(cases: Sequence[Case]) -> dict[str, list[str]]:
+    """As ``every_difference``, with our own sharding core on both sides. Collective."""
+    from ep_overlap.models.megatron_cpu import megatron_on_cpu
+
+    groups, meshes = Groups.new(), support.Groups()
+    found: dict[str, list[str]] = {}
+    with megatron_on_cpu():
+        for case in cases:
+            theirs = _sharded(case, groups, meshes)
+            expected = standard_step(theirs, case)
+            ours = our_step(_sharded(case, groups, meshes).module, case)
+            found[str(case)] = unequal(ours, expected)
+    return {case: names for case, names in found.items() if names}
+
+
+def _sharded(case: Case, groups: Groups, meshes: support.Groups) -> Any:
+    from ep_overlap.models.megatron import GPTParts
+
+    parts = GPTParts(model_of(case.feature, case.dtype, groups))
+    support.shard(parts, support.Case(strategy=case.strategy, ep=2), meshes)
+    if case.fuse:
+        manage_wgrad(parts.module, fuse=True, layer_types=parts.wgrad_layers)
+    return parts
+
+
+def standard_step(parts: Any, case: Case) -> dict[str, Tensor]:
+    """The model's own forward and one backward for each microbatch."""
+    from ep_overlap.models.megatron import mean_loss
+
+    _forget(parts.module)
+    scale_auxiliary_losses(1 / case.microbatches)
+    torch.manual_seed(dist.get_rank())
+    losses = support.standard_step(parts, batches_of(parts, case.microbatches), mean_loss)
+    return _left(parts.module, losses)
 
 
 def _by_model(cases: Sequence[Case]) -> dict[tuple[str, torch.dtype], list[Case]]:
@@ -264,7 +366,7 @@ def _left(model: Any, losses: Sequence[Tensor]) -> dict[str, Tensor]:
     left = {f"loss {index}": loss for index, loss in enumerate(losses)}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        left[f"gradient of {name}"] = parameter.grad.clone()
+        left[f"gradient of {name}"] = local_part(parameter.grad).clone()
     for name, buffer in model.named_buffers():
         if ".router." in name:
             left[f"buffer {name}"] = buffer.clone()

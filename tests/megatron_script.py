@@ -9,9 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_model_config
 from models_support import random_tokens
 from torch import Tensor, nn
 
+from ep_overlap.commands.world import local_part
 from ep_overlap.models.megatron_build import MegatronSizes
 
 SEQ_LENGTH = 8
@@ -36,10 +40,11 @@ def sizes(**changed: Any) -> MegatronSizes:
     return replace(chosen, **changed)
 
 
-def microbatches(num: int, seed: int = 0) -> Iterator[Microbatch]:
-    """Each rank's own; a few tokens do not count."""
+def microbatches(num: int, seed: int = 0, ranks_per_sequence: int = 1) -> Iterator[Microbatch]:
+    """Other ones on every rank, but for those that share a sequence; a few tokens do not count."""
+    seed = 1000 * seed + 100 * (dist.get_rank() // ranks_per_sequence)
     for index in range(num):
-        tokens, labels = random_tokens(1000 * seed + 100 * dist.get_rank() + index, 2, SEQ_LENGTH)
+        tokens, labels = random_tokens(seed + index, 2, SEQ_LENGTH)
         yield tokens, labels, (labels % 5 != index % 5).float()
 
 
@@ -77,23 +82,31 @@ class Left:
     logged: list[list[Any]]
     """What each step returned."""
     grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    """Such as the routers' counts of tokens."""
 
 
 def script(
     forward_backward: Callable[..., Any],
     model: nn.Module,
+    /,
     *,
     num_microbatches: int = 2,
     num_steps: int = 1,
     seed: int = 0,
     **arguments: Any,
 ) -> Left:
-    """Steps without an optimizer, so that gradients add up."""
+    """Steps without an optimizer, so that gradients add up. Random numbers and what megatron-core
+    logs of its losses begin anew."""
+    torch.manual_seed(dist.get_rank())
+    ranks_per_sequence = get_model_config(model).tensor_model_parallel_size
+    get_moe_metrics_tracker().metrics.clear()
+    MTPLossLoggingHelper.tracker.clear()
     logged = [
         forward_backward(
             **{
                 "forward_step_func": forward_step,
-                "data_iterator": microbatches(num_microbatches, seed + step),
+                "data_iterator": microbatches(num_microbatches, seed + step, ranks_per_sequence),
                 "model": model,
                 "num_microbatches": num_microbatches,
                 "seq_length": SEQ_LENGTH,
@@ -103,21 +116,23 @@ def script(
         )
         for step in range(num_steps)
     ]
-    return Left(logged=logged, grads=grads_of(model))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return Left(logged=logged, grads=grads_of(model), buffers=buffers)
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {
-        name: None if weight.grad is None else weight.grad.clone()
+        name: None if weight.grad is None else local_part(weight.grad).clone()
         for name, weight in model.named_parameters()
     }
 
 
 def unequal(ours: Left, theirs: Left) -> list[str]:
     """What differs by a bit. A gradient that both lack is equal."""
-    found = [] if same(ours.logged, theirs.logged) else ["logged"]
-    assert ours.grads.keys() == theirs.grads.keys()
-    return found + [name for name, grad in ours.grads.items() if not same(grad, theirs.grads[name])]
+    mine = {"logged": ours.logged, **ours.grads, **ours.buffers}
+    yours = {"logged": theirs.logged, **theirs.grads, **theirs.buffers}
+    assert mine.keys() == yours.keys()
+    return [name for name in mine if not same(mine[name], yours[name])]
 
 
 def same(ours: Any, theirs: Any) -> bool:

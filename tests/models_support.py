@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ep_overlap.plan.action import LayerKind
+from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.run.layer import Carry, ModelParts, Tokens
 
 LossFn = Callable[[Tensor, Any], Tensor]
@@ -154,6 +154,14 @@ class RecordingGroup(dist.ProcessGroup):
         self._log.append((self, "all_to_all_single"))
         return self._inner.alltoall_base(*args)
 
+    def allreduce(self, *args: Any) -> Any:
+        self._log.append((self, "all_reduce"))
+        return self._inner.allreduce(*args)
+
+    def _reduce_scatter_base(self, *args: Any) -> Any:
+        self._log.append((self, "reduce_scatter_tensor"))
+        return self._inner._reduce_scatter_base(*args)
+
     def _allgather_base(self, *args: Any) -> Any:
         self._log.append((self, "all_gather_into_tensor"))
         return self._inner._allgather_base(*args)
@@ -185,11 +193,10 @@ def undeclared(
     running = parts_of(parts, batch, loss_fn, tape)
     for node in nodes:
         next(running, None)
-        expected = []
-        if "." in node:
-            index, name = node.split(".")
-            declared = parts.layers[int(index)].collectives(name)
-            expected = [(collective.group, collective.op) for collective in declared]
+        index, _, name = node.rpartition(".")
+        owner = parts.layers[int(index)] if index else parts
+        declared = owner.collectives(Node(name))
+        expected = [(collective.group, collective.op) for collective in declared]
         if [(id(group), op) for group, op in log] != [(id(group), op) for group, op in expected]:
             wrong.append(node)
         num_issued += len(log)

@@ -132,7 +132,7 @@ def build(case: Case, groups: Groups | None = None) -> Any:
     groups = groups or Groups()
     parts = _megatron(case, groups) if case.megatron else reference(case, groups)
     if case.strategy is not None:
-        _shard(parts, case, groups)
+        shard(parts, case, groups)
     if case.fuse:
         manage_wgrad(parts.module, fuse=True, layer_types=parts.wgrad_layers)
     return parts
@@ -175,7 +175,7 @@ def _megatron(case: Case, groups: Groups) -> Any:
     return GPTParts(build_gpt(sizes, groups.experts(case.ep), seed=3))
 
 
-def _shard(parts: Any, case: Case, groups: Groups) -> None:
+def shard(parts: Any, case: Case, groups: Groups) -> None:
     """Ordinary parameters over all ranks, experts over the ranks that hold the same."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     is_hybrid = case.hybrid is not None

@@ -16,6 +16,7 @@ SCHEDULE = {"plan", "run", "config", "schedule"}
 PARTS = {
     "plan": {"plan"},
     "run": {"plan", "run"},
+    "compatibility": {"compatibility"},
     "config": {"plan", "config"},
     "schedule": SCHEDULE,
     "models": {"models", *SCHEDULE},

@@ -254,7 +254,47 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         log: list[Any] = []
         recorded = gpt(sizes(), new_expert_groups(2, new_group=recording(log)))
         found["undeclared"] = undeclared(recorded, batch(recorded, rank), mean_loss, log)
+        found["undeclared, all"] = undeclared_of_everything(rank)
+        found["undeclared, tensor parallel"] = undeclared_of_tensor_parallel()
     return found
+
+
+def undeclared_of_everything(rank: int) -> tuple[list[str], int]:
+    """Of a model whose routers reduce over all ranks, with MTP layers."""
+    log: list[Any] = []
+    new_group = recording(log)
+    settings = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+    model = build_gpt(
+        sizes(mtp_num_layers=2, settings=settings),
+        new_expert_groups(2, new_group=new_group),
+        everyone=new_group([0, 1], group_desc="everyone"),
+    )
+    parts = GPTParts(model)
+    return undeclared(parts, batch(parts, rank), mean_loss, log)
+
+
+def undeclared_of_tensor_parallel() -> tuple[list[str], int]:
+    """Of a model whose two ranks share each sequence, so that both have the same one."""
+    log: list[Any] = []
+    new_group = recording(log)
+    settings = {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+    }
+    shared = new_group([0, 1], group_desc="tensor_parallel")
+    with pytest.MonkeyPatch.context() as patch:
+        # megatron-core's shared experts take no group.
+        patch.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", shared)
+        model = build_gpt(
+            sizes(settings=settings),
+            new_expert_groups(2, new_group=new_group),
+            tensor_parallel=shared,
+        )
+        parts = GPTParts(model)
+        return undeclared(parts, batch(parts, 1), mean_loss, log)
 
 
 def batches(parts: GPTParts, rank: int) -> list[GPTBatch]:
@@ -324,3 +364,13 @@ def test_a_rank_that_gets_no_token_works(two_ranks):
 def test_nodes_issue_what_they_declare(two_ranks):
     # Two MoE layers: a gather of counts, two exchanges out, one back.
     assert [found["undeclared"] for found in two_ranks] == [([], 8), ([], 8)]
+
+
+def test_routers_and_mtp_layers_issue_what_is_declared(two_ranks):
+    # Two MoE layers of the decoder and two of MTP, each with one reduction more.
+    assert [found["undeclared, all"] for found in two_ranks] == [([], 20), ([], 20)]
+
+
+def test_tensor_parallel_layers_issue_what_is_declared(two_ranks):
+    # A pair for each attention, MLP and shared experts; a router's reduction; the ends.
+    assert [found["undeclared, tensor parallel"] for found in two_ranks] == [([], 27), ([], 27)]

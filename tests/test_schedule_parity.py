@@ -147,6 +147,7 @@ def test_two_ranks_are_one_process_in_float64(ranks2: RankPool, strategy: str) -
 
 HANDOVERS = {
     "pre": ["hidden"],
+    "weights": ["tied"],
     "attn.L0": ["tokens", "probs"],
     "carry.L0": ["residual", "shared"],
     "dispatch.L0": ["tokens", "probs"],
@@ -155,7 +156,7 @@ HANDOVERS = {
     "attn.L1": ["hidden"],
     "mlp.L1": ["hidden"],
 }
-"""Every kind of hand-over: layer 0 has experts, layer 1 is dense."""
+"""Every kind of hand-over: layer 0 has experts, layer 1 is dense; the output layer is tied."""
 
 MEGATRON_ONLY = ("probs", "shared")
 """The reference model weighs tokens before it sends them, and has no shared experts."""
@@ -196,7 +197,7 @@ def test_a_gradient_lost_between_two_nodes_is_seen(
     monkeypatch: pytest.MonkeyPatch, handover: str, field: int
 ) -> None:
     lose(monkeypatch, handover, field)
-    found = lossy(Case(layers=2, freq=2, kind=StreamKind.INLINE))
+    found = lossy(Case(layers=2, freq=2, tied=True, kind=StreamKind.INLINE))
     assert any(name.startswith("gradient of") for name in found)
     assert not any(name.startswith("loss") for name in found)
 
@@ -205,7 +206,7 @@ def test_the_list_of_hand_overs_is_complete_and_losing_none_is_bitwise_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = lose(monkeypatch, None)
-    assert lossy(Case(layers=2, freq=2, kind=StreamKind.INLINE)) == []
+    assert lossy(Case(layers=2, freq=2, tied=True, kind=StreamKind.INLINE)) == []
     assert seen == HANDOVERS.keys()
 
 

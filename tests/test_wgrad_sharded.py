@@ -150,6 +150,66 @@ def test_delayed_gradients_are_the_plain_ones_whenever_they_are_made(
     assert ranks2.run(wrong_values, fuse) == [[], []]
 
 
+def flush_between_forward_and_backward(model: nn.Module, how: How) -> None:
+    """F0 B0, F1 W0 B1, F2 W1 B2, W2."""
+    with delayed_wgrad(model) as delayed:
+        for index in range(how.num):
+            with how.accumulating(model, index):
+                loss = token_loss(model, own_tokens(index))
+                delayed.flush()
+                loss.backward()
+
+
+def forwards_first(model: nn.Module, how: How) -> None:
+    """F0 F1 F2 B0 B1 B2 W."""
+    with delayed_wgrad(model):
+        losses = [token_loss(model, own_tokens(index)) for index in range(how.num)]
+        for loss in losses:
+            loss.backward()
+
+
+def flush_without_need(model: nn.Module, how: How) -> None:
+    """W, then F B W W each."""
+    with delayed_wgrad(model) as delayed:
+        delayed.flush()
+        for index in range(how.num):
+            with how.accumulating(model, index):
+                token_loss(model, own_tokens(index)).backward()
+                delayed.flush()
+                delayed.flush()
+
+
+LOOPS = (
+    (flush_between_forward_and_backward, How(num=3)),
+    (flush_between_forward_and_backward, How(num=3, says_last=False)),
+    (forwards_first, How(num=3, says_last=False)),
+    (flush_without_need, How(num=2)),
+)
+
+
+def wrong_loops(fuse: bool) -> list[str]:
+    groups, found = SharedGroups(), list[str]()
+    for strategy, (loop, how) in product(STRATEGIES, LOOPS):
+        ours, theirs = new_stack(strategy, groups), new_stack(strategy, groups)
+        manage_wgrad(ours, fuse=fuse)
+        plain_step(theirs, how)
+        for _ in range(2):  # the second step meets what the first one has left
+            ours.zero_grad()
+            loop(ours, how)
+            if (error := error_of(ours, local_grads(theirs))) > MAX_ERROR:
+                found.append(f"{strategy} {loop.__name__} {how}: {error}")
+        if not clean(root_of(ours)):
+            found.append(f"{strategy} {loop.__name__} {how}: something is gathered")
+    return found
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_forwards_backwards_and_flushes_may_come_in_other_orders(
+    ranks2: RankPool, fuse: bool
+) -> None:
+    assert ranks2.run(wrong_loops, fuse) == [[], []]
+
+
 # ---- between backward and flush ------------------------------------------------------------------
 
 

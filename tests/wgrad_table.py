@@ -252,6 +252,8 @@ _TITLE: Final = (
     "(megatron, float32)"
 )
 
+_WIDTH: Final = 120
+
 
 def table(cells: Sequence[Cell]) -> Table:
     """One line for each model, layout and strategy."""
@@ -279,5 +281,5 @@ def _text(cell: Cell) -> str:
 
 if __name__ == "__main__":
     found = all_cells()
-    Console().print(table(found))
+    Console(width=_WIDTH).print(table(found))  # whole words, in a file too
     raise SystemExit(any(not cell.is_right for cell in found))

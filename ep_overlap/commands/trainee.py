@@ -243,9 +243,8 @@ class StandardStep:
     ) -> None:
         self._delayed: Callable[[], AbstractContextManager[object]] = nullcontext
         if delay_wgrad:
-            module = trainee.module
-            manage_wgrad(module, layer_types=trainee.parts.wgrad_layers)
-            self._delayed = partial(delayed_wgrad, module)
+            types = trainee.parts.wgrad_layers
+            self._delayed = partial(delayed_wgrad, trainee.module, layer_types=types)
         self._trainee = trainee
         self._num_microbatches = num_microbatches
         self._meter = trainee.meter(world)

@@ -17,6 +17,12 @@ EXCHANGE: Final = "all_to_all_single"
 """What ``dispatch`` and ``combine`` issue, once per tensor."""
 GATHER_COUNTS: Final = "all_gather_into_tensor"
 """What ``attn`` issues, once."""
+GATHER: Final = "all_gather_into_tensor"
+"""What tensor-parallel layers issue before a product, where they share sequences."""
+SCATTER: Final = "reduce_scatter_tensor"
+"""What they issue after one."""
+ALL_REDUCE: Final = "all_reduce"
+"""What a router issues in training to count for a loss, and a loss over a shared vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)

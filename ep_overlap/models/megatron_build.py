@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ep_overlap.models.groups import ExpertGroups
 from ep_overlap.models.megatron_globals import INSTALL_HINT
+from ep_overlap.models.megatron_local import complete_local_spec
 
 try:
     from megatron.core.models.gpt import gpt_model
@@ -124,6 +125,7 @@ def build_gpt(
     seed: int = 0,
     device: torch.device | str = "cpu",
     everyone: ProcessGroup | None = None,
+    tensor_parallel: ProcessGroup | None = None,
 ) -> GPTModel:
     """Build the model with megatron-core's local layers, rotary positions and SequentialMLP.
 
@@ -138,6 +140,9 @@ def build_gpt(
         seed: of its weights.
         device: where it is to be.
         everyone: the ranks over which ``global_aux_loss`` counts tokens; None: this one alone.
+        tensor_parallel: the ranks that share each matrix, as many as
+            ``tensor_model_parallel_size`` in ``sizes.settings``; None: this one alone. Their
+            shards are drawn alike.
 
     Raises:
         ValueError: the experts cannot be divided evenly among the ranks.
@@ -157,6 +162,7 @@ def build_gpt(
     with _without_notes():
         config = transformer_config(sizes, groups.size)
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
+        complete_local_spec(spec, config)
         mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         model = GPTModel(
             config,
@@ -166,24 +172,27 @@ def build_gpt(
             vocab_size=sizes.vocab_size,
             max_sequence_length=sizes.seq_length,
             position_embedding_type=sizes.positions,
-            pg_collection=process_groups(groups, everyone),
+            pg_collection=process_groups(groups, everyone, tensor_parallel),
         )
     _initialise(model, seed)
     return model.to(device=device, dtype=sizes.dtype)
 
 
 def process_groups(
-    groups: ExpertGroups, everyone: ProcessGroup | None = None
+    groups: ExpertGroups,
+    everyone: ProcessGroup | None = None,
+    tensor_parallel: ProcessGroup | None = None,
 ) -> ProcessGroupCollection:
     """megatron-core's collection: the expert groups, and for all else a group of this rank.
 
-    ``everyone``: see ``build_gpt``.
+    ``everyone``, ``tensor_parallel``: see ``build_gpt``.
     """
     # A real group: the loss reduces over tensor-parallel ranks even where there is one.
     lone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_rank")
     chosen: dict[str, object] = {field.name: lone for field in fields(ProcessGroupCollection)}
     chosen |= {"ep": groups.exchange, "tp_ep": groups.counts, "hcp": [lone]}
     chosen |= {"tp_dp_cp": everyone or lone}
+    chosen |= dict.fromkeys(("tp", "tp_cp", "mp"), tensor_parallel or lone)
     # None is megatron-core's word for: this rank shares no embedding with another stage.
     chosen |= {"embd": None, "pos_embd": None}
     return ProcessGroupCollection(**chosen)

@@ -16,13 +16,20 @@ and moves split sizes to the host only from a GPU. The stand-ins answer for the 
 ``parallel_state``, ``random``        see ``megatron_globals``
 ====================================  ==========================================================
 
-``megatron_training_on_cpu`` adds those of its training loop:
+``megatron_training_on_cpu`` adds one for its optimizers:
 
 ====================================  ==========================================================
-``schedules``, ``optimizer``,         their ``torch`` allocates on the CPU what they ask for on
-``clip_grads``, ``grad_scaler``       ``"cuda"``
-``torch.Tensor.type``                 of a CPU tensor, the name of the GPU's type: its optimizers
-                                      sort parameters by that name, and know no other
+``torch.Tensor.type``                 of a CPU tensor, the name of the GPU's type: parameters are
+                                      sorted by that name, and no other is known
+====================================  ==========================================================
+
+``megatron_schedule_on_cpu`` adds those of its own overlapped schedule, ``combined_1f1b``:
+
+====================================  ==========================================================
+``torch.cuda.Event``                  one that has happened already
+``torch.Tensor.record_stream``        does nothing
+``pipeline_parallel.utils``           its exchange stream, which it would keep, is dropped on exit
+``parallel_state``                    has one context-parallel rank
 ====================================  ==========================================================
 
 The stand-in streams order nothing. A schedule brings its own streams; where it has none, the
@@ -37,6 +44,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ep_overlap.models.groups import lone_expert_groups
 from ep_overlap.models.megatron_globals import megatron_globals, replace
 
 
@@ -87,19 +95,25 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def megatron_training_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
-    """As ``megatron_on_cpu``, for megatron-core's own training loop, too: its
-    ``DistributedDataParallel``, optimizers and ``forward_backward_no_pipelining``. Raises as it.
-    """
-    from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
-    from megatron.core.pipeline_parallel import schedules
-
-    with ExitStack() as undo:
-        undo.enter_context(megatron_on_cpu(device))
-        for module in (schedules, optimizer, clip_grads, grad_scaler):
-            replace(undo, module, "torch", _CpuTorch())
+    """As ``megatron_on_cpu``, and for megatron-core's own optimizers, too. Raises as it."""
+    with megatron_on_cpu(device), ExitStack() as undo:
         if "type" not in vars(torch.Tensor):  # else an outer use has put it there
             undo.callback(delattr, torch.Tensor, "type")
-            torch.Tensor.type = _type  # type: ignore[method-assign]
+            setattr(torch.Tensor, "type", _type)  # noqa: B010 (its overloads cannot be assigned)
+        yield
+
+
+@contextmanager
+def megatron_schedule_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
+    """As ``megatron_on_cpu``, and for megatron-core's own overlapped schedule. Raises as it."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import utils
+
+    with megatron_on_cpu(device), ExitStack() as undo:
+        replace(undo, torch.cuda, "Event", _DoneEvent)
+        replace(undo, torch.Tensor, "record_stream", lambda tensor, stream: None)
+        replace(undo, utils, "_COMM_STREAM", None)
+        replace(undo, parallel_state, "_CONTEXT_PARALLEL_GROUP", lone_expert_groups().exchange)
         yield
 
 
@@ -118,6 +132,12 @@ def _refuse_gpu(device: torch.device) -> None:
 
 class _DoneEvent:
     """Has happened already."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -140,19 +160,6 @@ def _current_device() -> torch.device:
 def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Stand in for ``megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu``."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
-
-
-class _CpuTorch:
-    """``torch``, but that what is asked for on ``"cuda"`` is made on the CPU."""
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(torch, name)
-
-    def tensor(self, *args: Any, device: object = None, **kwargs: Any) -> Tensor:
-        return torch.tensor(*args, device="cpu", **kwargs)
-
-    def zeros(self, *args: Any, device: object = None, **kwargs: Any) -> Tensor:
-        return torch.zeros(*args, device="cpu", **kwargs)
 
 
 _tensor_type: Final = torch.Tensor.type

@@ -14,6 +14,7 @@ megatron-core's own function.
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -183,6 +184,7 @@ class ForwardBackward:
     def _of(self, model: nn.Module) -> "_Built":
         if model not in self._built:
             parts = GPTParts(_core_of(model))
+            _warn_of_hints(_core_of(model).config)
             layers = [layer.module for layer in parts.layers]
             self._built[model] = _Built(
                 model=model, parts=parts, lifecycle=self._lifecycle_of(model, layers)
@@ -298,6 +300,18 @@ def _refuse(
             raise ValueError(
                 f"{name} is set, and the overlapped step does not support it; leave it out, or "
                 "turn overlap_moe_expert_parallel_comm off"
+            )
+
+
+def _warn_of_hints(config: TransformerConfig) -> None:
+    for name, value in (
+        ("high_priority_a2a_comm_stream", config.high_priority_a2a_comm_stream),
+        ("ep_overlap_early_attn_memory_release", config.ep_overlap_early_attn_memory_release),
+    ):
+        if value:
+            warnings.warn(
+                f"{name} has no effect: it is a hint for megatron-core's own overlapped schedule",
+                stacklevel=4,
             )
 
 

@@ -17,9 +17,10 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, issued
+from ep_overlap.models.groups import ALL_REDUCE, EXCHANGE, GATHER_COUNTS, issued
 from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.run.layer import Collective
+from fsdp_hooks.wgrad import ManagedLayer
 
 try:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -30,17 +31,18 @@ except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
 
 
-ALL_REDUCE = "all_reduce"
-"""What a router issues for ``global_aux_loss``, in training."""
-
-
 def shared_weights(model: GPTModel) -> Sequence[nn.Parameter]:
-    """What both ends use: all of the embedding with MTP, its words where they are tied, or none."""
-    if model.mtp_process:
-        return tuple(model.embedding.parameters())
-    if model.share_embeddings_and_output_weights:
-        return (model.embedding.word_embeddings.weight,)
-    return ()
+    """What both ends use: all of the embedding with MTP, its words where they are tied, or none.
+
+    Not what the output layer fuses the gradients of: they are written where they go use by use, on
+    the standard path, too.
+    """
+    is_tied = model.share_embeddings_and_output_weights
+    output = cast(nn.Module, model.output_layer)
+    is_fused = isinstance(output, ManagedLayer) and output.fuses_wgrad
+    words = model.embedding.word_embeddings.weight
+    used = model.embedding.parameters() if model.mtp_process else [words] * is_tied
+    return tuple(weight for weight in used if not (weight is words and is_tied and is_fused))
 
 
 def with_values(model: GPTModel, values: Sequence[Tensor]) -> GPTModel:
@@ -93,10 +95,20 @@ def mtp_collectives(model: GPTModel) -> Iterator[Collective]:
 
 
 def router_collectives(moe: MoELayer) -> Sequence[Collective]:
-    """What a layer's router issues in a training forward: one reduction over all ranks, if any."""
+    """What a layer's router issues in a training forward: a reduction for each loss, to count over
+    the ranks that share a sequence, or over all."""
     router = cast(TopKRouter, moe.router)
-    has_global = router.get_aux_loss_coeff("global_aux_loss") > 0
-    return issued(router.tp_dp_cp_group, ALL_REDUCE) if has_global else ()
+    reduced_over = {
+        "aux_loss": router.tp_cp_group,
+        "seq_aux_loss": router.tp_cp_group,
+        "global_aux_loss": router.tp_dp_cp_group,
+    }
+    return tuple(
+        collective
+        for loss, group in reduced_over.items()
+        if router.get_aux_loss_coeff(loss) > 0
+        for collective in issued(group, ALL_REDUCE)
+    )
 
 
 def _dispatcher(moe: MoELayer) -> MoETokenDispatcher:

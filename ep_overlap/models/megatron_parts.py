@@ -28,7 +28,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, issued
+from ep_overlap.models.groups import (
+    ALL_REDUCE,
+    EXCHANGE,
+    GATHER,
+    GATHER_COUNTS,
+    SCATTER,
+    issued,
+)
 from ep_overlap.models.megatron_build import global_name
 from ep_overlap.models.megatron_ends import (
     exchange_with_counts,
@@ -98,8 +105,8 @@ class GPTDenseLayer:
         return self._layer
 
     def collectives(self, node: Node) -> Sequence[Collective]:
-        """None."""
-        return ()
+        """Those of tensor parallelism: around the attention, and around the MLP."""
+        return _gather_and_scatter(self._layer)
 
     def attn(self, state: GPTState, hidden: Tensor) -> Tensor:
         """Attention and its residual."""
@@ -119,8 +126,12 @@ class GPTMoELayer:
         self._index = index
         self._exchange = dispatcher.ep_group
         self._counts = dispatcher.tp_ep_group
-        self._routers = router_collectives(moe)
         self._shared_experts = cast(nn.Module | None, moe.shared_experts)
+        num_blocks = 1 if self._shared_experts is None else 2
+        self._before_counts = (
+            *_gather_and_scatter(layer) * num_blocks,
+            *router_collectives(moe),
+        )
 
     @property
     def kind(self) -> LayerKind:
@@ -138,10 +149,11 @@ class GPTMoELayer:
         return self._layer
 
     def collectives(self, node: Node) -> Sequence[Collective]:
-        """The router's own, one gather of counts; tokens and their weights out; results back."""
+        """Tensor parallelism's and the router's, one gather of counts; tokens and their weights
+        out; results back."""
         match node:
             case Node.ATTN:
-                return (*self._routers, *issued(self._counts, GATHER_COUNTS))
+                return (*self._before_counts, *issued(self._counts, GATHER_COUNTS))
             case Node.DISPATCH:
                 return issued(self._exchange, EXCHANGE, 2)
             case Node.COMBINE:
@@ -227,8 +239,8 @@ class GPTParts:
 
     @property
     def wgrad_layers(self) -> LayerTypes:
-        """Its local linear layers."""
-        return WGRAD_LAYERS
+        """Its local linear layers; none if they are tensor parallel."""
+        return WGRAD_LAYERS if self._model.config.tensor_model_parallel_size == 1 else {}
 
     @property
     def draws_random(self) -> bool:
@@ -243,8 +255,16 @@ class GPTParts:
         return shared_weights(self._model)
 
     def collectives(self, node: Node) -> Sequence[Collective]:
-        """Those of MTP layers, which run within ``post``."""
-        return tuple(mtp_collectives(self._model)) if node is Node.POST else ()
+        """Those of tensor parallelism, and of MTP layers, which run within ``post``."""
+        tensor_parallel = self._model.pg_collection.tp
+        if node is Node.PRE:
+            return issued(tensor_parallel, SCATTER)
+        losses = issued(tensor_parallel, ALL_REDUCE, 3)
+        return (
+            *mtp_collectives(self._model),
+            *issued(tensor_parallel, GATHER),
+            *losses,
+        )
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that belong to one expert: they go on the expert mesh.
@@ -336,6 +356,12 @@ def mean_loss(output: Tensor, batch: GPTBatch) -> Tensor:
 
 def _transformer_layers(model: GPTModel) -> list[TransformerLayer]:
     return [cast(TransformerLayer, layer) for layer in model.decoder.layers]
+
+
+def _gather_and_scatter(layer: TransformerLayer) -> tuple[Collective, ...]:
+    """What a tensor-parallel block of two products issues."""
+    tensor_parallel = layer.pg_collection.tp
+    return (*issued(tensor_parallel, GATHER), *issued(tensor_parallel, SCATTER))
 
 
 def _attention(layer: TransformerLayer, state: GPTState, hidden: Tensor) -> Tensor:

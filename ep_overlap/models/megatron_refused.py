@@ -27,7 +27,12 @@ def refuse_unsupported(model: GPTModel) -> None:
     Raises:
         ValueError: there are some.
     """
-    settings = [*_of_config(model.config), *_of_experts(model.config), *_of_model(model)]
+    settings = [
+        *_of_config(model.config),
+        *_of_tensor_parallel(model.config),
+        *_of_experts(model.config),
+        *_of_model(model),
+    ]
     refused = [
         f"{name}={got!r} (supported: {supported!r})"
         for name, got, supported in settings
@@ -46,7 +51,6 @@ def refuse_unsupported(model: GPTModel) -> None:
 
 
 def _of_config(c: TransformerConfig) -> Iterator[_Setting]:
-    yield _Setting("tensor_model_parallel_size", c.tensor_model_parallel_size, 1)
     yield _Setting("pipeline_model_parallel_size", c.pipeline_model_parallel_size, 1)
     yield _Setting("context_parallel_size", c.context_parallel_size, 1)
     yield _Setting("experimental_attention_variant", c.experimental_attention_variant, None)
@@ -61,6 +65,18 @@ def _of_config(c: TransformerConfig) -> Iterator[_Setting]:
     )
     yield _Setting("cuda_graph_impl", c.cuda_graph_impl, "none")
     yield _Setting("mlp_chunks_for_training", c.mlp_chunks_for_training, 1)
+
+
+def _of_tensor_parallel(c: TransformerConfig) -> Iterator[_Setting]:
+    if c.tensor_model_parallel_size == 1:
+        return
+    yield _Setting("sequence_parallel", c.sequence_parallel, True)
+    # The decoder would draw from a generator of its own, as a whole.
+    yield _Setting("hidden_dropout", c.hidden_dropout, 0.0)
+    yield _Setting("attention_dropout", c.attention_dropout, 0.0)
+    yield _Setting("multi_latent_attention", c.multi_latent_attention, False)
+    yield _Setting("mtp_num_layers", c.mtp_num_layers or None, None)
+    yield _Setting("delay_wgrad_compute", c.delay_wgrad_compute, False)
 
 
 def _of_experts(c: TransformerConfig) -> Iterator[_Setting]:

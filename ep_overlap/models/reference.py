@@ -25,6 +25,7 @@ from ep_overlap.models.exchange import all_to_all, gather_counts, reorder
 from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, ExpertGroups, issued
 from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.run.layer import Carry, Collective, Tokens
+from fsdp_hooks.wgrad import ManagedLayer
 from fsdp_hooks.wgrad_layers import LayerTypes
 
 INIT_STD = 0.02
@@ -367,9 +368,11 @@ class MoETransformer(nn.Module):
 
     @property
     def shared_weights(self) -> Sequence[nn.Parameter]:
-        """The embedding's, where a user has tied the output layer to it."""
+        """The embedding's, where a user has tied the output layer to it and does not fuse its
+        gradients: those are written where they go use by use, on the standard path, too."""
         weight = cast(nn.Parameter, self.embedding.weight)
-        return (weight,) if self.output.weight is weight else ()
+        is_fused = isinstance(self.output, ManagedLayer) and self.output.fuses_wgrad
+        return (weight,) if self.output.weight is weight and not is_fused else ()
 
     def collectives(self, node: Node) -> Sequence[Collective]:
         """None."""
