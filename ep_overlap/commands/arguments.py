@@ -279,7 +279,7 @@ class BenchArguments(
     num_attention_heads: int = _flag(8, "attention heads")
     moe_ffn_hidden_size: int = _flag(704, "hidden width of an expert, and of a dense layer's MLP")
     seq_length: int = _flag(128, "tokens of a sequence")
-    micro_batch_size: int = _flag(4, "sequences of a microbatch, per rank")
+    micro_batch_size: int = _flag(8, "sequences of a microbatch, per rank")
     num_microbatches: int = _flag(8, "microbatches of a step, per rank")
 
     @property
