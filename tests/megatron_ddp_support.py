@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import pipeline_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,6 +18,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron_script import BATCH_SIZE, SEQ_LENGTH, forward_step, microbatches
 from models_support import random_tokens
 from torch import Tensor, nn
 
@@ -28,6 +31,9 @@ from ep_overlap.models.megatron_parts import GPTBatch, GPTParts, mean_loss
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.adapters.megatron_ddp import MegatronDdp
 from fsdp_hooks.streams import StreamKind
+
+Seen = dict[str, Tensor]
+"""Losses, gradients as the optimizer finds them, and weights, of every step, by name."""
 
 SMALL_BUCKETS = 8000
 """Elements: several buckets a layer, some across layers."""
@@ -45,10 +51,13 @@ class Case:
     ddp: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of ``DistributedDataParallelConfig``."""
     microbatches: int = 3
-    steps: int = 3
+    steps: int = 2
+    """DDP counts in the first what it reduces by in those that follow."""
     order: str | None = None
     delay: bool = False
     dispatch_over: bool = False
+    float16_module: bool = False
+    """Within DDP, as scripts have it."""
     kind: StreamKind = StreamKind.THREAD
 
     @property
@@ -94,6 +103,11 @@ class Trained:
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.ddp.module.named_parameters()
 
+    def shards(self) -> Seen:
+        """This rank's part of the weights, as its optimizer updates them."""
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return {f"shard{i}": weight.detach().clone() for i, weight in enumerate(weights)}
+
     def batches(self, step: int, num: int) -> list[GPTBatch]:
         seed = 1000 * step + 100 * dist.get_rank()
         return [
@@ -120,8 +134,9 @@ def trained(case: Case, groups: Groups) -> Trained:
         dtype=case.dtype,
     )
     model = build_gpt(sizes, groups.experts, seed=5)
+    inside = Float16Module(model.config, model) if case.float16_module else model
     ddp_config = DistributedDataParallelConfig(**{"bucket_size": SMALL_BUCKETS, **case.ddp})
-    ddp = DistributedDataParallel(model.config, ddp_config, model, pg_collection=groups.collection)
+    ddp = DistributedDataParallel(model.config, ddp_config, inside, pg_collection=groups.collection)
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
@@ -153,9 +168,6 @@ def one_world() -> Generator[Groups]:
 
 # ---- training ------------------------------------------------------------------------------------
 
-Seen = dict[str, Tensor]
-"""Losses, gradients as the optimizer finds them, and weights, of every step, by name."""
-
 Step = Callable[[list[GPTBatch]], list[Tensor]]
 """Forward and backward of one step, gradients finalized; returns the losses."""
 
@@ -171,6 +183,7 @@ def train(case: Case, model: Trained, steps: Sequence[Step]) -> Seen:
         seen |= {f"{index}.grad.{name}": param.main_grad.clone() for name, param in model.named()}
         _, norm, _ = model.optimizer.step()
         seen[f"{index}.norm"] = torch.tensor(norm)
+        seen |= {f"{index}.{name}": shard for name, shard in model.shards().items()}
     if model.ddp.ddp_config.overlap_param_gather:
         model.ddp.start_param_sync(force_sync=True)
     return seen | {f"weight.{name}": param.detach().clone() for name, param in model.named()}
@@ -227,6 +240,52 @@ def scheduled_step(model: Trained, schedule: OverlapSchedule) -> Step:
         return list(losses)
 
     return step
+
+
+def train_by_script(case: Case, model: Trained) -> Seen:
+    """As ``megatron.training.training`` has it in ``train`` and ``evaluate``, by the function that
+    it gets from megatron-core: DDP's forward hooks are off in the first step and in evaluation,
+    which comes after the second."""
+    ddp, config, hooked = model.ddp, model.ddp.config, model.ddp.use_forward_hook
+    config.no_sync_func = ddp.no_sync if ddp.ddp_config.overlap_grad_reduce else None
+    config.grad_scale_func = model.optimizer.scale_loss
+    function = pipeline_parallel.get_forward_backward_func(pp_size=1)
+    seen: Seen = {}
+
+    def run(word: str, seed: int, **arguments: Any) -> None:
+        logged = function(
+            forward_step_func=forward_step,
+            data_iterator=[microbatches(case.microbatches, seed)],
+            model=[ddp],
+            num_microbatches=case.microbatches,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=BATCH_SIZE,
+            pg_collection=model.groups.collection,
+            **arguments,
+        )
+        seen.update({f"{word}.loss{i}": each["lm loss"] for i, each in enumerate(logged)})
+
+    if hooked:
+        ddp.disable_forward_pre_hook(param_sync=False)
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        model.optimizer.zero_grad()
+        run(f"{step}", step)
+        seen |= {f"{step}.grad.{name}": param.main_grad.clone() for name, param in model.named()}
+        model.optimizer.step()
+        seen |= {f"{step}.{name}": shard for name, shard in model.shards().items()}
+        if hooked and step == 0:
+            ddp.enable_forward_pre_hook()
+        if step == 1:
+            if hooked:
+                ddp.disable_forward_pre_hook()
+            with torch.no_grad():
+                run("evaluation", 7, forward_only=True)
+            if hooked:
+                ddp.enable_forward_pre_hook()
+    if hooked:
+        ddp.disable_forward_pre_hook()
+    return seen | {f"weight.{name}": param.detach().clone() for name, param in model.named()}
 
 
 def unequal(got: Seen, expected: Seen) -> list[str]:

@@ -1,8 +1,11 @@
 """megatron-core's DDP and distributed optimizer behind a schedule, against its own path."""
 
+import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,11 +22,13 @@ from megatron_ddp_support import (
     scheduled_step,
     standard_step,
     train,
+    train_by_script,
     trained,
     unequal,
 )
 from torch import Tensor, nn
 
+from ep_overlap.models.megatron import install, uninstall
 from ep_overlap.models.megatron_parts import mean_loss
 from ep_overlap.models.megatron_wgrad import WGRAD_LAYERS
 from ep_overlap.plan.action import Node, parse_action
@@ -60,39 +65,41 @@ def switches() -> Iterator[dict[str, Any]]:
             }
 
 
-TABLE = [
-    Case(dtype=dtype, delay=delay, ddp={**ddp, "grad_reduce_in_fp32": dtype is BF16})
-    for dtype, ddp in product((F32, BF16), switches())
-    for delay in (False, True)
-]
+def with_every_switch(dtype: torch.dtype, delay: bool) -> list[Case]:
+    in_fp32 = {"grad_reduce_in_fp32": dtype is BF16}
+    return [
+        Case(dtype=dtype, delay=delay, microbatches=2, ddp={**ddp, **in_fp32}) for ddp in switches()
+    ]
 
 
 def test_every_switch_changes_no_bit_on_two_ranks(ranks2: RankPool) -> None:
-    assert len(TABLE) == 24
-    assert ranks2.run(differences, TABLE, timeout_s=150.0) == [{}, {}]
+    table = with_every_switch(F32, delay=False) + with_every_switch(BF16, delay=True)
+    table += [Case(ddp=OVERLAPPED, delay=True), Case(ddp=OVERLAPPED, dtype=BF16)]
+    assert len(table) == 14
+    assert ranks2.run(differences, table, timeout_s=150.0) == [{}, {}]
 
 
 def test_every_switch_changes_no_bit_on_four_ranks(ranks4: RankPool) -> None:
     """Here experts' gradients are reduced, too: two ranks hold the same."""
-    some = [case for case in TABLE if case.delay and case.dtype is BF16]
-    some += [Case(ddp=OVERLAPPED)]
-    assert ranks4.run(differences, some, timeout_s=150.0) == [{}] * 4
+    table = with_every_switch(BF16, delay=True)
+    assert ranks4.run(differences, table, timeout_s=150.0) == [{}] * 4
 
 
-MORE = [
+MORE = [  # several at once where one has no bearing on the other
     Case(ddp=OVERLAPPED, tied=True, delay=True),
-    Case(ddp=OVERLAPPED, tied=True, dtype=BF16),
+    Case(ddp=OVERLAPPED, tied=True, dtype=BF16, microbatches=4),
     Case(ddp=OVERLAPPED, layers=3, shared=True, freq=2, order="plain", dispatch_over=True),
-    Case(ddp=OVERLAPPED, order="serial", delay=True),
-    Case(ddp=OVERLAPPED, microbatches=1),
-    Case(ddp=OVERLAPPED, microbatches=2, layers=1, delay=True),
-    Case(ddp=OVERLAPPED, microbatches=4, dtype=BF16, delay=True),
-    Case(ddp={**OVERLAPPED, "bucket_size": None}),
-    Case(ddp={**OVERLAPPED, "align_param_gather": True}),
-    Case(ddp={**OVERLAPPED, "average_in_collective": True}),
-    Case(ddp={**OVERLAPPED, "check_for_nan_in_grad": True}),
-    Case(ddp={**OVERLAPPED, "delay_wgrad_compute": True}, delay=True),
-    Case(ddp={**OVERLAPPED, "pad_buckets_for_high_nccl_busbw": True}),
+    Case(ddp={**OVERLAPPED, "delay_wgrad_compute": True}, order="serial", delay=True),
+    Case(ddp={**OVERLAPPED, "bucket_size": None}, microbatches=1),
+    Case(ddp={**OVERLAPPED, "average_in_collective": True}, microbatches=2, layers=1, delay=True),
+    Case(
+        ddp={
+            **OVERLAPPED,
+            "align_param_gather": True,
+            "check_for_nan_in_grad": True,
+            "pad_buckets_for_high_nccl_busbw": True,
+        }
+    ),
     Case(
         dtype=BF16, ddp={**OVERLAPPED, "param_name_patterns_for_fp32_local_accumulation": ("all",)}
     ),
@@ -110,7 +117,8 @@ def test_other_settings_models_and_orders_change_no_bit(ranks2: RankPool) -> Non
 
 
 def differences_in_turns() -> list[str]:
-    """A schedule, megatron-core's own path, evaluation between; one DDP and optimizer."""
+    """A schedule, megatron-core's own path; evaluation before a step, and between its gradients and
+    the optimizer, which changes weights that are gathered then; one DDP and optimizer."""
     case = Case(ddp=OVERLAPPED, steps=5, delay=True)
     with one_world() as groups:
         model = trained(case, groups)
@@ -118,15 +126,15 @@ def differences_in_turns() -> list[str]:
         model = trained(case, groups)
         schedule = schedule_of(case, model, core_of(case, model))
         step = scheduled_step(model, schedule)
-        evaluated: list[Tensor] = []
 
-        def step_after_evaluation(batches: list[Any]) -> list[Tensor]:
-            evaluated.extend(schedule.evaluate(batches, mean_loss).losses)
+        def evaluated_step(batches: list[Any]) -> list[Tensor]:
+            before = schedule.evaluate(batches, mean_loss).losses
             losses = step(batches)
-            assert all(map(torch.equal, evaluated[-len(losses) :], losses))
+            after = schedule.evaluate(batches, mean_loss).losses
+            assert all(map(torch.equal, [*before, *after], [*losses, *losses]))
             return losses
 
-        got = train(case, model, [step_after_evaluation, standard_step(model), step])
+        got = train(case, model, [evaluated_step, standard_step(model), step])
     return unequal(got, expected)
 
 
@@ -134,12 +142,69 @@ def test_steps_evaluation_and_standard_steps_in_turns_change_no_bit(ranks2: Rank
     assert ranks2.run(differences_in_turns) == [[], []]
 
 
+# ---- an unchanged script -------------------------------------------------------------------------
+
+SCRIPTS = [
+    Case(
+        dtype=BF16, float16_module=True, delay=True, ddp={**OVERLAPPED, "grad_reduce_in_fp32": True}
+    ),
+    Case(ddp={"use_distributed_optimizer": True}),
+]
+
+
+def differences_of_scripts() -> dict[str, list[str]]:
+    """megatron-core's function, and what is installed in its place."""
+    found: dict[str, list[str]] = {}
+    with one_world() as groups:
+        for case in SCRIPTS:
+            expected = train_by_script(case, trained(case, groups))
+            model, called = trained(case, groups), []
+            model.ddp.register_forward_pre_hook(lambda *_, called=called: called.append(None))
+            model.ddp.config.overlap_moe_expert_parallel_comm = True
+            model.ddp.config.delay_wgrad_compute = case.delay
+            install()
+            try:
+                got = train_by_script(case, model)
+            finally:
+                uninstall()
+            assert len(called) == case.microbatches, "evaluation alone calls the model"
+            if names := unequal(got, expected):
+                found[str(case)] = names
+    return found
+
+
+def test_a_script_with_the_drop_in_installed_trains_to_the_same_bits(ranks2: RankPool) -> None:
+    assert ranks2.run(differences_of_scripts) == [{}, {}]
+
+
 # ---- what is issued when -------------------------------------------------------------------------
 
 
+def note_before(owner: Any, method: str, note: Callable[[], None]) -> None:
+    real = getattr(owner, method)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return real(*args, **kwargs)
+
+    setattr(owner, method, noted)
+
+
+def note_waits(bucket: Any, note: Callable[[], None]) -> None:
+    """For its reduction, whose handle there is once it is started. (To ask whether it is done is no
+    use: gloo's reduce-scatters never say so.)"""
+    start = bucket.start_grad_sync
+
+    def started(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        note_before(bucket.grad_reduce_handle, "wait", note)
+
+    bucket.start_grad_sync = started
+
+
 def history_of_a_step(delay: bool) -> tuple[list[str], list[set[str]]]:
-    """Words in order of execution, ``gather 3`` and ``reduce 3`` of bucket group 3 among them; and
-    by bucket group the units that have parameters in it."""
+    """Words in order of execution, among them ``gather 3``, ``reduce 3`` and ``reduced 3`` where
+    bucket group 3 is started and awaited; and by bucket group the units with parameters in it."""
     case = Case(ddp=OVERLAPPED, layers=3, delay=delay, kind=StreamKind.INLINE)
     with one_world() as groups, record() as recording:
         model = trained(case, groups)
@@ -149,19 +214,12 @@ def history_of_a_step(delay: bool) -> tuple[list[str], list[set[str]]]:
         for index, layer in enumerate(model.parts.layers):
             owner |= dict.fromkeys(layer.module.parameters(), f"L{index}")
         for index, bucket in enumerate(buckets):
-            for method, word in (("start_param_sync", "gather"), ("start_grad_sync", "reduce")):
-                start = bucket.__getattribute__(method)
-
-                def noted(*args: Any, word: str = f"{word} {index}", start: Any = start, **kw: Any):
-                    recording.add(word)
-                    return start(*args, **kw)
-
-                setattr(bucket, method, noted)
+            note_before(bucket, "start_param_sync", partial(recording.add, f"gather {index}"))
+            note_before(bucket, "start_grad_sync", partial(recording.add, f"reduce {index}"))
+            note_waits(bucket, partial(recording.add, f"reduced {index}"))
         schedule.observe(recording)
         schedule.step(model.batches(0, case.microbatches), mean_loss)
         words = list(recording.words)
-        handles = [bucket.grad_reduce_handle for bucket in buckets]
-        assert all(work.is_completed() for handle in handles for work in handle.works)
         model.finalize()
     return words, [{owner[param] for param in bucket.params} for bucket in buckets]
 
@@ -191,6 +249,7 @@ def test_buckets_go_out_one_by_one_within_the_step(ranks2: RankPool, delay: bool
         assert last_giver < reduced
         between = words[last_giver + 1 : reduced]
         assert not any(word[0].isdigit() for word in between), f"bucket {index} waited: {between}"
+        assert reduced < words.index(f"reduced {index}"), "the lane's event would say nothing"
     nodes = [i for i, word in enumerate(words) if word[0].isdigit()]
     assert nodes[0] < words.index(collectives[0][len(units) - 1]), "all gathers came first"
     assert words.index(collectives[0][len(units)]) < nodes[-1], "all reductions came last"
@@ -198,7 +257,7 @@ def test_buckets_go_out_one_by_one_within_the_step(ranks2: RankPool, delay: bool
 
 def counts(ddp: dict[str, Any]) -> tuple[tuple[int, int, int], int]:
     with one_world() as groups:
-        case = Case(ddp=ddp)
+        case = Case(ddp=ddp, steps=3)
         model = trained(case, groups)
         core = core_of(case, model)
         train(case, model, [scheduled_step(model, schedule_of(case, model, core))])
@@ -253,7 +312,7 @@ def not_at_rest(model: Trained, core: MegatronDdp, hooks_read: Any) -> list[str]
 
 
 def problems_after_failures(kind: StreamKind) -> list[str]:
-    case = Case(ddp=OVERLAPPED, delay=True, kind=kind)
+    case = Case(ddp=OVERLAPPED, delay=True, steps=4, kind=kind)
     found: list[str] = []
     with one_world() as groups:
         model = trained(case, groups)
@@ -281,8 +340,15 @@ def problems_after_failures(kind: StreamKind) -> list[str]:
         }
         done = iter(faults.items())
 
+        def failing_evaluation(batches: list[Any]) -> list[Tensor]:
+            losses = step(batches)
+            fail_once(model.parts.layers[1], "mlp")
+            with pytest.raises(OddError):
+                schedule.evaluate(batches, mean_loss)
+            return losses
+
         def step_after_failure(batches: list[Any]) -> list[Tensor]:
-            for place, arm in [next(done), next(done)] if len(batches) else []:
+            for place, arm in (next(done), next(done)):
                 arm()
                 with pytest.raises(OddError) as caught:
                     schedule.step(batches, mean_loss)
@@ -290,7 +356,8 @@ def problems_after_failures(kind: StreamKind) -> list[str]:
                 found.extend(f"{place}: {what}" for what in not_at_rest(model, core, hooks_read))
             return step(batches)
 
-        got = train(case, model, [step_after_failure, step_after_failure, step])
+        steps = [step_after_failure, step_after_failure, failing_evaluation, step]
+        got = train(case, model, steps)
         assert next(done, None) is None
     return found + unequal(got, expected)
 
@@ -438,9 +505,26 @@ def test_a_step_on_gradients_of_the_last_one_is_refused(model: Trained, core: Me
     schedule.step(batches, mean_loss)
 
 
-def test_hooks_of_a_core_that_is_gone_do_nothing(model: Trained) -> None:
-    core_of(Case(), model)
+@pytest.mark.parametrize("reduces", [True, False])
+def test_no_sync_around_a_step_that_would_reduce_is_refused(reduces: bool, model: Trained) -> None:
+    again = trained(Case(ddp={**OVERLAPPED, "overlap_grad_reduce": reduces}), model.groups)
+    core = core_of(Case(), again)
+    refused = pytest.raises(RuntimeError, match="a step begins within no_sync, and a schedule's")
+    with again.ddp.no_sync(), refused if reduces else nullcontext():
+        core.begin(Driver.SCHEDULE)
+    if not reduces:
+        core.end()
+    with again.ddp.no_sync(), torch.no_grad():
+        core.begin(Driver.SCHEDULE)
+
+
+def test_a_core_that_is_gone_leaves_no_hooks(model: Trained) -> None:
     param = a_layers(model)
+    core = core_of(Case(), model)
+    assert len(param._post_accumulate_grad_hooks) == 1
+    del core
+    gc.collect()
+    assert len(param._post_accumulate_grad_hooks) == 0
     with model.ddp.no_sync():
         (param * 2.0).sum().backward()
     assert torch.equal(param.main_grad, torch.full_like(param, 2.0))

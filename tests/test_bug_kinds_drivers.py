@@ -200,7 +200,7 @@ def collectives(case: Case) -> tuple[int, Log]:
     for index, layer in enumerate(parts.layers):
         # A second group in each unit, another one in each.
         list(layer.module.parameters())[index].requires_grad_(False)
-    support._shard(parts, case, Groups())
+    support.shard(parts, case, Groups())
     context, log = lifecycle_of(parts.module).context, Log()
     for ranks, made in context._communicators.items():
         lanes: dict[str, Any] = {}

@@ -38,7 +38,7 @@ from ep_overlap.commands.world import Meshes, open_world
 from ep_overlap.plan.order import computes_of
 from ep_overlap.report.trace_file import read_trace
 from fsdp_hooks.wgrad import ManagedLayer
-from fsdp_hooks.wgrad_layers import DelayedWgrad, delayed_wgrad
+from fsdp_hooks.wgrad_layers import DelayedWgrad, LayerTypes, delayed_wgrad
 
 DELAY = "--delay-wgrad-compute"
 FUSE = "--gradient-accumulation-fusion"
@@ -168,8 +168,8 @@ def test_without_a_schedule_weight_gradients_wait_for_the_end_of_each_backward(
     num_waiting: list[int] = []
 
     @contextmanager
-    def watched(module: nn.Module) -> Generator[DelayedWgrad]:
-        with delayed_wgrad(module) as delayed:
+    def watched(module: nn.Module, *, layer_types: LayerTypes) -> Generator[DelayedWgrad]:
+        with delayed_wgrad(module, layer_types=layer_types) as delayed:
             yield delayed
             num_waiting.append(len(delayed))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_overlap.processes.ranks import MAX_THREADS
 from ep_overlap.testing import (
     Event,
     RankError,
@@ -193,6 +194,12 @@ def _abort_on_rank_1() -> None:
     dist.barrier()
 
 
+def _leave_threads(num: int) -> int:
+    for _ in range(num):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    return os.getpid()
+
+
 def _return_a_lambda() -> object:
     return lambda: None
 
@@ -212,6 +219,12 @@ def test_results_come_by_rank_and_processes_stay_warm(ranks2: RankPool) -> None:
 def test_groups_of_one_run_are_gone_in_the_next(ranks2: RankPool) -> None:
     assert ranks2.run(_num_groups_after_making_one) == [2, 2]
     assert ranks2.run(_num_groups_after_making_one) == [2, 2]
+
+
+def test_ranks_that_runs_have_left_many_threads_on_are_replaced() -> None:
+    with RankPool(1) as pool:
+        pids = [pool.run(_leave_threads, num)[0] for num in (1, MAX_THREADS, 0)]
+    assert pids[0] == pids[1] != pids[2]
 
 
 def test_only_named_functions_can_be_sent(ranks2: RankPool) -> None:

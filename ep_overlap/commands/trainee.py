@@ -256,11 +256,10 @@ class StandardStep:
             self._meter.begin()
         losses: list[Tensor] = []
         for index, batch in enumerate(batches):
-            with microbatch(trainee.module, is_last=index == len(batches) - 1):
+            with microbatch(trainee.module, is_last=index == len(batches) - 1), self._delayed():
                 loss = trainee.loss_fn(trainee.parts.whole(batch), batch)
                 losses.append(loss.detach())
-                with self._delayed():
-                    (loss / self._num_microbatches).backward()
+                (loss / self._num_microbatches).backward()
         trace.finish()
         return StepResult(
             losses=tuple(losses),

@@ -6,8 +6,9 @@
                          "        --->  rank 1   init world, f(*args), result ----+--> end ---> all
     all results in: every rank destroys its world; any failure: all ranks are killed
 
-Each run has a world of its own over a new file store, so groups never outlive a run. A rank ends
-its world only when all ranks are done: a peer may still be reading its last bytes.
+Each run has a world of its own over a new file store. A rank ends its world only when all ranks are
+done: a peer may still be reading its last bytes. Ranks on which runs have left many threads behind
+are replaced.
 """
 
 import contextlib
@@ -34,6 +35,8 @@ GRACE_S: Final = 2.0
 START_TIMEOUT_S: Final = 120.0
 """For starting the processes and importing torch; apart from the time of a run."""
 NUM_OUTPUT_LINES: Final = 20
+MAX_THREADS: Final = 128
+"""Of a rank between two runs; one with more is replaced by a new one."""
 
 
 class RankState(StrEnum):
@@ -151,6 +154,13 @@ class _Rank:
     def output_since(self, start: int) -> str:
         return self.output_path.read_bytes()[start:].decode(errors="replace")
 
+    def num_threads(self) -> int:
+        """Of its process; 0 where the system does not tell."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
+
     def stack(self) -> str:
         """The Python stacks of all its threads, written by its fault handler on request."""
         pid = self.process.pid
@@ -227,6 +237,9 @@ class RankPool:
         answers = self._exchange(what, pickled, limit_s)
         for rank in self._ranks:
             rank.pipe.send_bytes(b"end")
+        # A group that something still refers to keeps its threads, and gloo's poll all the time.
+        if any(rank.num_threads() > MAX_THREADS for rank in self._ranks):
+            self._kill()
         return [answer.value for answer in answers]  # pyright: ignore[reportReturnType]
 
     def _exchange(self, what: str, message: bytes | None, limit_s: float) -> list[_Returned]:

@@ -17,8 +17,8 @@ reduction                               RS lane
 ======================================  ======================================================
 
 The switches mean what they mean there. Without ``overlap_grad_reduce`` nothing is reduced before
-``finalize_model_grads``; without ``overlap_param_gather`` the optimizer has gathered. ``no_sync``
-has no say: all microbatches of a step are one accumulation, reduced at its end.
+``finalize_model_grads``; without ``overlap_param_gather`` the optimizer has gathered. No schedule
+calls ``no_sync``: all microbatches of a step are one accumulation, reduced at its end.
 
 Sums are bit for bit those of ``forward_backward_no_pipelining``: a microbatch's gradient of a
 parameter is added to ``main_grad`` as a whole. Autograd brings it whole; of an output layer that
@@ -28,11 +28,13 @@ several heads share, delayed gradients come one by one, and are summed first, un
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from typing import final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_hooks.adapters.megatron_ddp_buckets import (
     INSTALL_HINT,
@@ -50,6 +52,17 @@ try:
     from megatron.core.distributed import DistributedDataParallel
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
+
+
+class _Turn(Enum):
+    """Whose DDP is."""
+
+    REST = "rest"
+    """Its own hooks': between steps of schedules."""
+    TRAINING = "training"
+    """A schedule's step: its nodes' backwards add to ``main_grad``."""
+    EVALUATION = "evaluation"
+    """A schedule's forwards alone: gradients are somebody else's, and stay as they are."""
 
 
 @final
@@ -93,7 +106,7 @@ class MegatronDdp:
         self._ddp = ddp
         self._lanes = BucketLanes(ddp, stream_kind)
         self._root_params = roots
-        self._is_driven = False
+        self._turn = _Turn.REST
         self._aside: dict[nn.Parameter, BucketGroup] = {}
         """While a schedule drives: what DDP's hooks look parameters up in at rest."""
         self._pending: dict[nn.Parameter, Tensor] = {}
@@ -106,8 +119,10 @@ class MegatronDdp:
             layer: DdpUnit(names[layer], self._lanes, self._holding(params), None)
             for layer, params in zip(layers, of_layers, strict=True)
         }
-        for param in ddp.params_with_grad:
-            param.register_post_accumulate_grad_hook(_Door(self))
+        handles = [
+            param.register_post_accumulate_grad_hook(_Door(self)) for param in ddp.params_with_grad
+        ]
+        finalize(self, _remove, handles)  # a script may ask for a new schedule at every step
 
     def _holding(self, params: frozenset[nn.Parameter]) -> Sequence[Bucket]:
         return [b for b in self._lanes.buckets if not params.isdisjoint(b.group.params)]
@@ -142,22 +157,28 @@ class MegatronDdp:
         """Set DDP's hooks aside.
 
         Raises:
-            RuntimeError: another step is at work, or the last one's gradients were not finalized,
-                or not zeroed since.
+            RuntimeError: another step is at work; the last one's gradients were not finalized, or
+                not zeroed since; or gradients are not to be reduced (``no_sync``).
         """
         if not self._ddp.param_to_bucket_group:
             raise RuntimeError(
                 "a step begins while a schedule is at work on this model; let its step end first"
             )
-        if torch.is_grad_enabled():
+        turn = _Turn.TRAINING if torch.is_grad_enabled() else _Turn.EVALUATION
+        if turn is _Turn.TRAINING:
             self._check_gradients_at_rest()
         # DDP's forward and backward hooks pass over parameters that are not in this mapping.
         self._aside, self._ddp.param_to_bucket_group = self._ddp.param_to_bucket_group, {}
-        self._is_driven = True
+        self._turn = turn
         self._lanes.begin()
 
     def _check_gradients_at_rest(self) -> None:
         groups = [bucket.group for bucket in self._lanes.buckets]
+        if self._lanes.reduces and not all(group.is_last_microbatch for group in groups):
+            raise RuntimeError(
+                "a step begins within no_sync, and a schedule's step reduces all of its "
+                "microbatches' gradients at its end; leave no_sync first"
+            )
         if any(group.grad_reduce_handle is not None for group in groups):
             state = "are still being reduced"
         elif any(group.grad_reduce_finished for group in groups):
@@ -178,26 +199,44 @@ class MegatronDdp:
         to be finalized as after megatron-core's own ``forward_backward_func``."""
         self._lanes.wait()
         assert not self._pending, "the root's last node is sealed"
+        if self._turn is _Turn.EVALUATION:
+            self._forget_gathers()
         self._hand_back()
 
     def abort(self) -> None:
         """Drain the lanes and zero the gradients: DDP is as at the start of an iteration.
 
-        What was in ``main_grad`` before this step goes, too.
+        What was in ``main_grad`` before this step goes, too. An evaluation that fails has no
+        gradients, and leaves those of training.
         """
-        with ExitStack() as undo:  # all of it, whatever fails on the way
+        with ExitStack() as undo:  # all of it, whatever fails on the way; the last one first
             undo.callback(self._hand_back)
+            undo.callback(self._forget_gathers)
+            if self._turn is _Turn.TRAINING:
+                # Behind the reductions' end, which may write what it zeroes.
+                undo.callback(self._drop_gradients)
+                for bucket in self._lanes.buckets:
+                    undo.callback(bucket.drain_reduction)
             for bucket in self._lanes.buckets:
-                undo.callback(bucket.drain)
+                undo.callback(bucket.drain_gather)
             self._lanes.drain()
-            self._pending.clear()
-            for param in self._ddp.params_with_grad:
-                param.grad = None
+
+    def _forget_gathers(self) -> None:
+        """Else DDP gathers again only after the next ``finalize_model_grads``, and the optimizer
+        may step before: on gradients that were there, or as a script goes on after a failure."""
+        if self._lanes.gathers:
+            self._ddp.reset_param_sync_dispatch_state()
+
+    def _drop_gradients(self) -> None:
+        self._pending.clear()
+        for param in self._ddp.params_with_grad:
+            param.grad = None
+        self._ddp.zero_grad_buffer()
 
     def _hand_back(self) -> None:
-        if self._is_driven:
+        if self._turn is not _Turn.REST:
             self._ddp.param_to_bucket_group, self._aside = self._aside, {}
-            self._is_driven = False
+            self._turn = _Turn.REST
 
     def refresh_compute_weights(self) -> None:
         """The optimizer writes them, between steps."""
@@ -213,7 +252,7 @@ class MegatronDdp:
     @property
     def is_driven(self) -> bool:
         """Whether a schedule's step is under way."""
-        return self._is_driven
+        return self._turn is not _Turn.REST
 
     def add(self, weight: nn.Parameter, grad: Tensor) -> None:
         """A delayed weight gradient (``GradSink``).
@@ -240,7 +279,7 @@ class MegatronDdp:
         return Destination(_main_grad(weight), is_fresh=False)
 
     def _check_driven(self) -> None:
-        if not self._is_driven:
+        if not self.is_driven:
             raise RuntimeError(
                 "a weight gradient is brought to DDP, and no step that it belongs to is under way; "
                 "delay and fuse weight gradients in a schedule's step only, and give all schedules "
@@ -267,6 +306,11 @@ class _Door:
         # None: the weight gradient is delayed, or fused; the sink takes it.
         if grad is not None and not _is_added(param):
             _main_grad(param).add_(grad)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _main_grad(param: nn.Parameter) -> Tensor:

@@ -62,14 +62,19 @@ class Bucket:
         self._missing -= 1
         return self._missing == 0
 
-    def drain(self) -> None:
-        """After a failure: wait for what other ranks have started, too, and forget it."""
-        group = self.group
-        gather, group.param_gather_handle = group.param_gather_handle, None
-        reduction, group.grad_reduce_handle = group.grad_reduce_handle, None
-        for handle in (gather, reduction):
-            if handle is not None:
-                handle.wait()
+    # After a failure: wait for what other ranks have started, too, and forget it.
+
+    def drain_gather(self) -> None:
+        """Of the parameters."""
+        handle, self.group.param_gather_handle = self.group.param_gather_handle, None
+        if handle is not None:
+            handle.wait()
+
+    def drain_reduction(self) -> None:
+        """Of the gradients."""
+        handle, self.group.grad_reduce_handle = self.group.grad_reduce_handle, None
+        if handle is not None:
+            handle.wait()
 
 
 @final
@@ -85,7 +90,8 @@ class BucketLanes:
         self._ddp = ddp
         self.gathers = ddp.ddp_config.overlap_param_gather
         """Whether parameters are gathered under forward; else the optimizer has done it."""
-        self._reduces = ddp.ddp_config.overlap_grad_reduce
+        self.reduces = ddp.ddp_config.overlap_grad_reduce
+        """Whether gradients are reduced within the step; else ``finalize_model_grads`` does it."""
         device = next(ddp.module.parameters()).device
         kind = stream_kind or default_kind(device)
         # High priority: the parameter that compute waits for next should not queue behind it.
@@ -132,8 +138,8 @@ class BucketLanes:
 
     def reduce(self, buckets: Sequence[Bucket], after: Sequence[Event], word: str) -> Event:
         """Issue the reductions of those that have all their gradients with this unit's."""
-        if not self._reduces:
-            return NOTHING_DONE  # finalize_model_grads does it
+        if not self.reduces:
+            return NOTHING_DONE
         ready = [bucket for bucket in buckets if bucket.is_complete_with(after)]
         if not ready:
             return NOTHING_DONE
@@ -162,7 +168,7 @@ class BucketLanes:
 
     @torch.no_grad()
     def _gather(self, groups: Sequence[BucketGroup]) -> None:
-        """One that is there already, as the last step only evaluated, is not gathered again."""
+        """One that is there already, as the script has synchronized it, is not gathered again."""
         for group in groups:
             if not group.param_gather_dispatched:
                 group.start_param_sync()
