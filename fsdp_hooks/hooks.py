@@ -78,6 +78,37 @@ class _End:
 
 
 @final
+class _Reach:
+    """How hooks on a graph reach the model's: firmly until a backward has begun there, then weakly.
+
+    A module may keep a tensor of the graph, as megatron-core's routers keep probabilities. If the
+    graph kept the model for good, neither would go: the garbage collector does not see graphs.
+    """
+
+    __slots__ = ("_firm", "_hooks", "_unit_name")
+
+    def __init__(self, hooks: "ModuleHooks", use: Use) -> None:
+        self._firm: tuple[ModuleHooks, Use] | None = (hooks, use)
+        self._hooks = ref(hooks)
+        self._unit_name = use.unit.name
+
+    def __call__(self) -> "tuple[ModuleHooks, Use]":
+        if self._firm is not None:
+            return self._firm
+        hooks = self._hooks()
+        if hooks is None:
+            raise RuntimeError(
+                f"a second backward through unit {self._unit_name}, whose model is gone; keep the "
+                "model until the last backward through what it computed"
+            )
+        return hooks, hooks.use_of(self._unit_name)
+
+    def loosen(self) -> None:
+        """A backward has begun, which holds the hooks until it ends."""
+        self._firm = None
+
+
+@final
 class ModuleHooks:
     """The hooks of one root."""
 
@@ -99,6 +130,10 @@ class ModuleHooks:
         self._reducing: deque[tuple[FsdpUnit, Event]] = deque()
         for use in self._uses.values():
             self._install(use)
+
+    def use_of(self, unit_name: str) -> Use:
+        """What is known of a unit's calls."""
+        return self._uses[unit_name]
 
     def _install(self, use: Use) -> None:
         module = use.unit.module
@@ -245,14 +280,20 @@ class ModuleHooks:
         call.forward.num_open[use.unit.name] += 1
         nodes = tuple(get_gradient_edge(t).node for t in given)
 
+        reach = _Reach(self, use)
+
         def on_output_grads(grads: Any) -> None:
-            self._pre_backward(use, call, nodes)
+            hooks, use = reach()
+            hooks._pre_backward(use, call, nodes)
+            reach.loosen()
 
         def on_input_grad(grad: Any) -> None:
-            self._count_input(use, call, is_leaf=False)
+            hooks, use = reach()
+            hooks._count_input(use, call, is_leaf=False)
 
         def on_leaf_grad(grads: Any) -> None:
-            self._count_input(use, call, is_leaf=True)
+            hooks, use = reach()
+            hooks._count_input(use, call, is_leaf=True)
 
         for node in dict.fromkeys(get_gradient_edge(t).node for t in made):
             node.register_prehook(on_output_grads)

@@ -97,6 +97,8 @@ def manage_wgrad(
     """
     if not isinstance(module, ShardedModule):
         _refuse_sharded_parts(module)
+        if sink is None:  # else another sharding core's, which knows them
+            _refuse_sharded_params(module)
     _refuse_transformer_engine(module)
     layers = [m for m in module.modules() if isinstance(m, ManagedLayer)]
     managers = {id(m.wgrad): m.wgrad for m in layers if m.wgrad is not None}
@@ -170,6 +172,9 @@ def _refuse_sharded_parts(module: nn.Module) -> None:
                 f"{name} is sharded and {type(module).__name__} around it is not; call "
                 "manage_wgrad on what fully_shard was called on last"
             )
+
+
+def _refuse_sharded_params(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(

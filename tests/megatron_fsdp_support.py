@@ -1,26 +1,38 @@
 """megatron-core's own training step over its FSDP v1, and the same under a schedule."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from models_support import random_tokens
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
-from ep_overlap.models.megatron import GPTBatch, GPTParts, mean_loss
+from ep_overlap.models.megatron import get_forward_backward_func
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
+from ep_overlap.models.megatron_cpu import megatron_schedule_on_cpu
+from ep_overlap.models.megatron_cpu_fsdp import megatron_fsdp_on_cpu
+from ep_overlap.models.megatron_parts import GPTBatch, GPTParts, mean_loss
+from ep_overlap.schedule import OverlapSchedule
+from fsdp_hooks.adapters.megatron_fsdp import MegatronFsdp
+from fsdp_hooks.streams import StreamKind
+
+SEQ_LENGTH = 16
+BATCH_SIZE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +41,38 @@ class Case:
 
     strategy: str = "optim_grads_params"
     dtype: torch.dtype = torch.float32
-    layers: int = 4
+    layers: int = 2
+    freq: int = 1
     tied: bool = False
     shared: bool = False
-    microbatches: int = 4
-    steps: int = 3
+    frozen: bool = False
+    """Whether the first router is."""
+    per_token: bool = False
+    """``calculate_per_token_loss``."""
+    ddp: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Other options of ``DistributedDataParallelConfig``."""
+    own_gathers: bool = False
+    """Whether gathers have process groups of their own."""
+    overlap: bool = False
+    """``overlap_moe_expert_parallel_comm``, by which FSDP v1 chooses its hooks."""
+    microbatches: int = 3
+    steps: int = 2
     order: str | None = None
     delay: bool = False
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Other options of ``DistributedDataParallelConfig``."""
+    max_unsharded_units: int | None = None
+    kind: StreamKind = StreamKind.THREAD
+
+    @property
+    def on_standard_path(self) -> "Case":
+        """Less what only a schedule knows, and groups of its own for gathers."""
+        return replace(
+            self,
+            order=None,
+            delay=False,
+            overlap=False,
+            own_gathers=False,
+            max_unsharded_units=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,53 +80,70 @@ class Groups:
     """The process groups of one world. Made once: connecting ranks is what takes time."""
 
     experts: ExpertGroups
-    collection: ProcessGroupCollection
+    shared: ProcessGroupCollection
+    """Gathers and reductions over one group."""
+    apart: ProcessGroupCollection
+    """Gathers over groups of their own (``dp_cp_ag``, ``expt_dp_ag``)."""
 
     @staticmethod
-    def new(expert_parallel_size: int = 2, *, own_gathers: bool = False) -> "Groups":
-        """``own_gathers``: gathers have groups of their own (Megatron's ``dp_cp_ag``)."""
-        experts = new_expert_groups(expert_parallel_size)
-        world = dist.get_world_size()
-        collection = process_groups(experts)
-        lone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
-        collection.expt_tp = lone
-        collection.dp_cp_ag = collection.expt_dp_ag = None
-        for suffix in ("", "_ag") if own_gathers else ("",):
-            data = dist.new_group(list(range(world)))
-            of_expert = [
-                dist.new_group(list(range(first, world, expert_parallel_size)))
-                for first in range(expert_parallel_size)
-            ]
-            setattr(collection, f"dp_cp{suffix}", data)
-            setattr(collection, f"expt_dp{suffix}", of_expert[experts.rank])
-        for name in ("dp", "intra_dp_cp", "intra_dist_opt"):
-            setattr(collection, name, collection.dp_cp)
-        collection.intra_expt_dp = collection.expt_dp
-        collection.tp_ep_pp = experts.exchange
-        return Groups(experts=experts, collection=collection)
+    def new(expert_parallel_size: int = 2) -> "Groups":
+        size = min(expert_parallel_size, dist.get_world_size())
+        experts = new_expert_groups(size)
+        lone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        data, gathers = _new_data_groups(experts, size), _new_data_groups(experts, size)
+        shared, apart = process_groups(experts), process_groups(experts)
+        for collection in (shared, apart):
+            for name in ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"):
+                setattr(collection, name, data[0])
+            for name in ("expt_dp", "intra_expt_dp"):
+                setattr(collection, name, data[1])
+            collection.expt_tp = lone
+            collection.dp_cp_ag = collection.expt_dp_ag = None
+            collection.tp_ep_pp = experts.exchange  # the norm of experts' gradients is over it
+        apart.dp_cp_ag, apart.expt_dp_ag = gathers
+        return Groups(experts=experts, shared=shared, apart=apart)
+
+    def of(self, case: Case) -> ProcessGroupCollection:
+        return self.apart if case.own_gathers else self.shared
+
+
+def _new_data_groups(experts: ExpertGroups, size: int) -> tuple[Any, Any]:
+    world = dist.get_world_size()
+    data = dist.new_group(list(range(world)))
+    of_experts = [dist.new_group(list(range(first, world, size))) for first in range(size)]
+    return data, of_experts[experts.rank]
+
+
+@contextmanager
+def one_world(expert_parallel_size: int = 2) -> Generator[Groups]:
+    """Groups of the ranks, and megatron-core on CPU: its FSDP, its optimizers, its schedules."""
+    with megatron_fsdp_on_cpu(), megatron_schedule_on_cpu():
+        yield Groups.new(expert_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a script holds: FSDP around the model, its optimizer, and the parts for a schedule."""
+    """What a script holds: FSDP around the model, its optimizer; and the parts for a schedule."""
 
     fsdp: FullyShardedDataParallel
     parts: GPTParts
     optimizer: MegatronOptimizer
     groups: Groups
+    collection: ProcessGroupCollection
 
     def batches(self, step: int, num: int) -> list[GPTBatch]:
         seed = 1000 * step + 100 * dist.get_rank()
         return [
-            self.parts.batch(*random_tokens(seed + i, batch_size=2, seq_length=16))
+            self.parts.batch(*random_tokens(seed + i, batch_size=BATCH_SIZE, seq_length=SEQ_LENGTH))
             for i in range(num)
         ]
 
     def finalize(self) -> None:
-        finalize_model_grads([self.fsdp], pg_collection=self.groups.collection)
+        finalize_model_grads([self.fsdp], pg_collection=self.collection)
 
 
-def trained(case: Case, groups: Groups) -> Trained:
+def trained(case: Case, groups: Groups, **changed: Any) -> Trained:
+    """``changed``: other arguments of ``FullyShardedDataParallel``."""
     sizes = MegatronSizes(
         num_layers=case.layers,
         hidden_size=32,
@@ -99,48 +151,56 @@ def trained(case: Case, groups: Groups) -> Trained:
         ffn_hidden_size=48,
         num_experts=4,
         topk=2,
-        seq_length=16,
+        seq_length=SEQ_LENGTH,
+        moe_layer_freq=case.freq,
         shared_expert_ffn_hidden_size=24 if case.shared else None,
         tied_embeddings=case.tied,
         dtype=case.dtype,
     )
+    collection = groups.of(case)
     model = build_gpt(sizes, groups.experts, seed=5)
+    model.config.overlap_moe_expert_parallel_comm = case.overlap
+    model.config.calculate_per_token_loss = case.per_token
+    if case.frozen:
+        model.decoder.layers[0].mlp.router.weight.requires_grad_(False)
+    ddp_config = DistributedDataParallelConfig(
+        **{
+            "use_megatron_fsdp": True,
+            "use_distributed_optimizer": True,
+            "data_parallel_sharding_strategy": case.strategy,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "gradient_reduce_div_fusion": False,  # gloo cannot
+            **case.ddp,
+        }
+    )
     parts = GPTParts(model)
     fsdp = FullyShardedDataParallel(
-        model.config, ddp_config(case), model, pg_collection=groups.collection
+        model.config, ddp_config, model, pg_collection=collection, **changed
     )
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
+        clip_grad=1.0,
         bf16=case.dtype is torch.bfloat16,
         params_dtype=case.dtype,
         use_distributed_optimizer=True,
-        overlap_param_gather=True,
-        clip_grad=1.0,
+        overlap_param_gather=ddp_config.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
-        config, [fsdp], use_gloo_process_groups=False, pg_collection=groups.collection
+        config, [fsdp], use_gloo_process_groups=False, pg_collection=collection
     )
     model.config.no_sync_func = fsdp.no_sync
     model.config.finalize_model_grads_func = finalize_model_grads
-    return Trained(fsdp=fsdp, parts=parts, optimizer=optimizer, groups=groups)
+    return Trained(
+        fsdp=fsdp, parts=parts, optimizer=optimizer, groups=groups, collection=collection
+    )
 
 
-def ddp_config(case: Case) -> DistributedDataParallelConfig:
-    chosen: dict[str, Any] = {
-        "use_megatron_fsdp": True,
-        "use_distributed_optimizer": True,
-        "data_parallel_sharding_strategy": case.strategy,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "gradient_reduce_div_fusion": False,
-        **case.ddp,
-    }
-    return DistributedDataParallelConfig(**chosen)
-
+# ---- training ------------------------------------------------------------------------------------
 
 Seen = dict[str, Tensor]
-"""Losses, gradients as the optimizer finds them, and weights, of every step, by name."""
+"""Losses, gradients as the optimizer finds them, their norm, and weights, of every step."""
 
 Step = Callable[[list[GPTBatch]], list[Tensor]]
 """Forward and backward of one step, gradients finalized; returns the losses."""
@@ -150,85 +210,149 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train(case: Case, model: Trained, step: Step) -> Seen:
+def train(case: Case, model: Trained, steps: Sequence[Step]) -> Seen:
+    """``steps``: taken in turn."""
     seen: Seen = {}
     for index in range(case.steps):
         model.optimizer.zero_grad()
-        with counted() as counts:
-            losses = step(model.batches(index, case.microbatches))
+        losses = steps[index % len(steps)](model.batches(index, case.microbatches))
         seen |= {f"{index}.loss{i}": loss.clone() for i, loss in enumerate(losses)}
-        for name, param in model.fsdp.named_parameters():
-            if param.grad is not None:
-                seen[f"{index}.grad.{name}"] = local(param.grad)
-        seen[f"{index}.num_gathers"] = torch.tensor(counts["all_gather_into_tensor"])
-        seen[f"{index}.num_reductions"] = torch.tensor(counts["reduce_scatter_tensor"])
+        named = list(model.fsdp.named_parameters())
+        assert all(isinstance(param, DTensor) for _, param in named) or case.strategy == "no_shard"
+        grads = {name: param.grad for name, param in named if param.grad is not None}
+        seen |= {f"{index}.grad.{name}": local(grad) for name, grad in grads.items()}
         _, norm, _ = model.optimizer.step()
         seen[f"{index}.norm"] = torch.tensor(norm)
-        for name, param in model.fsdp.named_parameters():
-            seen[f"{index}.weight.{name}"] = local(param)
+        main = model.fsdp.param_and_grad_buffer.optimizer_named_parameters
+        seen |= {f"{index}.weight.{name}": local(param) for name, param in main}
     return seen
 
 
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """How many gathers and reductions FSDP asks for. The dispatcher's gathers of token counts are
-    not counted: they are on another group."""
-    ops = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    counts = dict.fromkeys(ops, 0)
-    originals = {op: getattr(dist, op) for op in ops}
-
-    def counting(op: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if "output_tensor" in kwargs or "output" in kwargs:  # FSDP's way to call it
-                counts[op] += 1
-            return originals[op](*args, **kwargs)
-
-        return call
-
-    for op in ops:
-        setattr(dist, op, counting(op))
-    try:
-        yield counts
-    finally:
-        for op, original in originals.items():
-            setattr(dist, op, original)
-
-
 def standard_step(model: Trained) -> Step:
-    """megatron-core's own."""
+    """megatron-core's own ``forward_backward_no_pipelining``; with the flag for overlap set, that
+    runs its own overlapped schedule."""
+    return _step_of(model, forward_backward_no_pipelining)
 
-    def forward_step(data: Iterator[GPTBatch], fsdp: FullyShardedDataParallel) -> Any:
+
+def dropin_step(model: Trained) -> Step:
+    """Ours, in place of it."""
+    return _step_of(model, get_forward_backward_func())
+
+
+def _step_of(model: Trained, forward_backward: Callable[..., Any]) -> Step:
+    def forward_step(
+        data: Iterator[GPTBatch], fsdp: Any, return_schedule_plan: bool = False
+    ) -> Any:
         batch = next(data)
-        output = fsdp(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.targets)
+        call = model.parts.module.build_schedule_plan if return_schedule_plan else fsdp
+        output = call(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.targets)
 
-        def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(output: Tensor) -> tuple[Any, ...]:
             loss = mean_loss(output, batch)
-            return loss, {"loss": loss.detach().clone()}
+            logged = {"loss": loss.detach().clone()}
+            if not model.parts.module.config.calculate_per_token_loss:
+                return loss, logged
+            return output.float().sum(), torch.tensor(output.numel(), dtype=torch.int), logged
 
         return output, loss_of
 
     def step(batches: list[GPTBatch]) -> list[Tensor]:
-        reported = forward_backward_no_pipelining(
+        reported = forward_backward(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=[model.fsdp],
             num_microbatches=len(batches),
-            seq_length=16,
-            micro_batch_size=2,
-            pg_collection=model.groups.collection,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=BATCH_SIZE,
+            pg_collection=model.collection,
         )
         return [each["loss"] for each in reported]
 
     return step
 
 
+def core_of(case: Case, model: Trained) -> MegatronFsdp:
+    layers = [layer.module for layer in model.parts.layers]
+    return MegatronFsdp(model.fsdp, layers, stream_kind=case.kind)
+
+
+def schedule_of(case: Case, model: Trained, core: MegatronFsdp) -> OverlapSchedule:
+    config = OverlapConfig(
+        num_microbatches=case.microbatches,
+        order=case.order,
+        overlap=case.order != "serial",
+        delay_wgrad=case.delay,
+        max_unsharded_units=case.max_unsharded_units,
+    )
+    return OverlapSchedule(model.parts, config, lifecycle=core, stream_kind=case.kind)
+
+
+def scheduled_step(model: Trained, schedule: OverlapSchedule) -> Step:
+    def step(batches: list[GPTBatch]) -> list[Tensor]:
+        losses = schedule.step(batches, mean_loss).losses
+        model.finalize()
+        return list(losses)
+
+    return step
+
+
 def unequal(got: Seen, expected: Seen) -> list[str]:
     assert got.keys() == expected.keys()
-    return [
-        name
-        for name, value in got.items()
-        if ".num_" not in name and not torch.equal(value, expected[name])
-    ]
+    return [name for name, value in got.items() if not torch.equal(value, expected[name])]
 
 
-__all__ = ["TransformerLayer"]
+def differences(cases: Sequence[Case], expert_parallel_size: int = 2) -> dict[str, list[str]]:
+    """By case, what a schedule leaves otherwise than megatron-core's own path."""
+    found: dict[str, list[str]] = {}
+    expected: dict[str, Seen] = {}
+    with one_world(expert_parallel_size) as groups:
+        for case in cases:
+            standard = case.on_standard_path
+            if str(standard) not in expected:
+                model = trained(standard, groups)
+                expected[str(standard)] = train(standard, model, [standard_step(model)])
+            model = trained(case, groups)
+            schedule = schedule_of(case, model, core_of(case, model))
+            got = train(case, model, [scheduled_step(model, schedule)])
+            if names := unequal(got, expected[str(standard)]):
+                found[str(case)] = names
+    return found
+
+
+def dropin_differences(cases: Sequence[Case]) -> dict[str, list[str]]:
+    """As ``differences``, of the drop-in."""
+    found: dict[str, list[str]] = {}
+    with one_world() as groups:
+        for case in cases:
+            standard = case.on_standard_path
+            model = trained(standard, groups)
+            expected = train(standard, model, [standard_step(model)])
+            model = trained(case, groups)
+            model.parts.module.config.delay_wgrad_compute = case.delay
+            if names := unequal(train(case, model, [dropin_step(model)]), expected):
+                found[str(case)] = names
+    return found
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Generator[dict[str, int]]:
+    """Gathers and reductions that FSDP v1 asks for: it names the output in the call, and the
+    dispatcher, which gathers token counts, does not."""
+    counts = dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor"), 0)
+
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += bool({"output_tensor", "output"} & kwargs.keys())
+            return real(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as undo:
+        for name in counts:
+            real = getattr(dist, name)
+            undo.callback(setattr, dist, name, real)
+            setattr(dist, name, counting(name, real))
+        yield counts

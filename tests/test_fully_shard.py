@@ -319,6 +319,50 @@ def make_and_drop(num_models: int) -> tuple[int, int, int]:
     return num_alive, num_storages, sum(thread.is_alive() for thread in streams)
 
 
+class Keeper(nn.Module):
+    """Keeps a tensor of its last graph, as megatron-core's routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear(x)
+        return self.kept.relu()
+
+
+def keep_and_drop(strategy: str) -> tuple[bool, bool, str]:
+    """Whether a model is alive after its backward and after it is dropped, and what a backward
+    through what is left of it says."""
+    model = nn.Sequential(Keeper(), Keeper())
+    for block in model:
+        fully_shard(block, mesh=world_mesh(), strategy=strategy)
+    fully_shard(model, mesh=world_mesh(), strategy=strategy)
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    alive = weakref.ref(model)
+    loss.backward(retain_graph=True)  # reached weakly, as long as somebody keeps the model
+    was_alive = alive() is not None
+    del model, block
+    gc.collect()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return was_alive, alive() is not None, str(error)
+    return was_alive, alive() is not None, ""
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_model_that_keeps_a_part_of_its_graph_goes_all_the_same(
+    ranks2: RankPool, strategy: str
+) -> None:
+    for was_alive, is_alive, message in ranks2.run(keep_and_drop, strategy):
+        assert (was_alive, is_alive) == (True, False)
+        assert message.startswith("a second backward through unit ")
+        assert message.endswith("keep the model until the last backward through what it computed")
+
+
 def test_fifty_models_made_and_dropped_leave_nothing(ranks2: RankPool) -> None:
     for num_alive, num_storages, num_threads in ranks2.run(make_and_drop, 50):
         assert (num_alive, num_storages, num_threads) == (0, 0, 0)

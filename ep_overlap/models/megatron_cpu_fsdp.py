@@ -7,11 +7,13 @@ It names ``cuda`` where it means its device. Beside those of ``megatron_cpu``, t
 ``DeviceMesh.from_group`` of its      meshes are of CPU ranks
 adapter
 ``torch.Tensor.cuda``                 the tensor itself
+its ``_coalescing_manager``           gathers are done when they are issued: gloo would run several
+                                      of one process group at once, and reductions beside them
 ====================================  ==========================================================
 """
 
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,13 +28,18 @@ from ep_overlap.models.megatron_globals import replace
 def megatron_fsdp_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
     """As ``megatron_training_on_cpu``, and for megatron-core's FSDP v1, too. Raises as it."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+        megatron_fsdp,
+        param_and_grad_buffer,
+    )
 
     with megatron_training_on_cpu(device), ExitStack() as undo:
         for module in (mcore_fsdp_adapter, megatron_fsdp):
             replace(undo, module, "torch", _CpuTorch())
         replace(undo, mcore_fsdp_adapter, "DeviceMesh", _CpuMesh)
         replace(undo, torch.Tensor, "cuda", _itself)
+        together = param_and_grad_buffer._coalescing_manager  # pyright: ignore[reportPrivateUsage]
+        replace(undo, param_and_grad_buffer, "_coalescing_manager", _at_once(together))
         yield
 
 
@@ -52,6 +59,16 @@ class _CpuMesh:
     @staticmethod
     def from_group(*args: Any, device_type: str, **kwargs: Any) -> DeviceMesh:
         return DeviceMesh.from_group(*args, device_type="cpu", **kwargs)
+
+
+def _at_once(together: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+    @contextmanager
+    def done(*args: Any, **kwargs: Any) -> Generator[Any]:
+        with together(*args, **kwargs) as work:
+            yield work
+        work.wait()
+
+    return done
 
 
 def _itself(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:

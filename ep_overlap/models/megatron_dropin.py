@@ -34,7 +34,7 @@ from fsdp_hooks.lifecycle import RootLifecycle, ShardedModule, lifecycle_of
 
 try:
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.process_groups_config import (
@@ -369,11 +369,15 @@ def _lifecycle_of(model: nn.Module, layers: Sequence[nn.Module]) -> RootLifecycl
             from fsdp_hooks.adapters.megatron_ddp import MegatronDdp
 
             return MegatronDdp(each, layers)
+        if isinstance(each, FullyShardedDataParallel):
+            from fsdp_hooks.adapters.megatron_fsdp import MegatronFsdp
+
+            return MegatronFsdp(each, layers)
         if not isinstance(each, Float16Module | GPTModel):
             raise ValueError(
                 f"the model is wrapped in {type(each).__name__}, which the overlapped step does "
-                "not call; expected megatron-core's DistributedDataParallel or Float16Module, or "
-                "fsdp_hooks.fully_shard"
+                "not call; expected megatron-core's DistributedDataParallel, "
+                "FullyShardedDataParallel or Float16Module, or fsdp_hooks.fully_shard"
             )
     return None
 
