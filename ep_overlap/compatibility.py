@@ -31,6 +31,7 @@ REFUSED: Final = "refuses"
 ACCEPTED: Final = "accepts"
 
 DROPIN: Final = "test_megatron_dropin.py::"
+FSDP: Final = "test_adapter_megatron_fsdp.py::"
 WRAPPED: Final = f"{DROPIN}test_unknown_wrappers_are_refused_wherever_they_are"
 PLAIN: Final = "test_megatron_differential.py::test_two_ranks_equal_megatrons_plain_schedule"
 
@@ -88,14 +89,14 @@ THEIR_REFUSALS: Final = (
     Row(
         what="activation recompute, full",
         theirs=REFUSED,
-        remark=NOT_YET,
+        remark="ask for it here: `OverlapConfig(recompute_granularity='full')`",
         config={"recompute_granularity": "full"},
     ),
     Row(
         what="activation recompute, selective, of `moe`",
         theirs=REFUSED,
-        remark=NOT_YET,
-        config={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        remark="it spans nodes, exchanges among them",
+        config={"recompute_modules": ["moe"], "recompute_granularity": "selective"},
     ),
     Row(
         what="shared experts on a stream of their own",
@@ -124,8 +125,8 @@ THEIR_REFUSALS: Final = (
     Row(
         what="FSDP v1: double buffer",
         theirs=REFUSED,
-        remark="as FSDP v1 whole, below",
-        shown_by=WRAPPED,
+        remark="not tested under a schedule; leave `fsdp_double_buffer` out",
+        shown_by=f"{FSDP}test_settings_are_refused_by_name",
     ),
     Row(
         what="FSDP v1: CUDA graphs of single layers",
@@ -137,7 +138,7 @@ THEIR_REFUSALS: Final = (
         what="FSDP v1: units other than transformer layers, with `optim_grads_params`",
         theirs=REFUSED,
         remark="with `fsdp_hooks.fully_shard` as well: the plan gathers layers",
-        shown_by="test_schedule_api.py::test_units_that_are_not_layers_and_a_budget_too_small_are_refused",
+        shown_by=f"{FSDP}test_units_that_are_not_the_layers_are_refused",
     ),
     Row(
         what="FSDP v1 with virtual pipeline stages",
@@ -223,10 +224,16 @@ THEIR_LIMITS: Final = (
         config={"moe_token_dispatcher_type": "flex"},
     ),
     Row(
-        what="activation recompute, selective, of anything else",
+        what="activation recompute, selective, of `moe_act`",
         theirs=ACCEPTED,
-        remark=NOT_YET,
-        config={"recompute_granularity": "selective"},
+        remark="it needs Transformer Engine's grouped experts, which no test here runs",
+        config={"recompute_modules": ["moe_act"], "recompute_granularity": "selective"},
+    ),
+    Row(
+        what="activation recompute, selective, of `gdn_norm_out`",
+        theirs=ACCEPTED,
+        remark="as the attention that it belongs to",
+        config={"recompute_modules": ["gdn_norm_out"], "recompute_granularity": "selective"},
     ),
     Row(
         what="`HybridModel`, Mamba layers",
@@ -241,8 +248,14 @@ THEIR_LIMITS: Final = (
         config={"cuda_graph_impl": "transformer_engine"},
     ),
     Row(
-        what="FSDP v1 (`use_megatron_fsdp`), torch's FSDP2",
-        theirs="accepts v1; wrong with one-rank expert groups and several microbatches",
+        what="FSDP v1 with sharded gradients, and experts on one data-parallel rank",
+        theirs="accepts; wrong with several microbatches",
+        remark="with `optim` and `no_shard` it is right, and supported",
+        shown_by=f"{FSDP}test_experts_on_one_rank_and_shared_process_groups_are_refused",
+    ),
+    Row(
+        what="torch's FSDP2",
+        theirs=ACCEPTED,
         remark="in the drop-in: wrap the model by `fsdp_hooks.fully_shard`",
         shown_by=WRAPPED,
     ),
@@ -359,6 +372,20 @@ SUPPORTED: Final = (
         config={"hidden_dropout": 0.1, "attention_dropout": 0.1, "moe_input_jitter_eps": 0.1},
     ),
     Row(
+        what=(
+            "activation recompute, selective, of `core_attn`, `layernorm`, `mla_up_proj`, `mlp`, "
+            "`shared_experts`"
+        ),
+        theirs=ACCEPTED,
+        supported=True,
+        shown_by=PLAIN,
+        remark="each within the backward of its node; dropout draws again what it drew",
+        config={
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts"],
+        },
+    ),
+    Row(
         what="tensor parallel, with sequence parallel",
         theirs="accepts, with a warning before Blackwell",
         supported=True,
@@ -378,6 +405,16 @@ SUPPORTED: Final = (
         supported=True,
         shown_by="test_adapter_megatron_ddp.py::test_every_switch_changes_no_bit_on_two_ranks",
         remark="its own refusals by name: `fsdp_hooks/adapters/megatron_ddp_refused.py`",
+    ),
+    Row(
+        what="FSDP v1 (`use_megatron_fsdp`), four strategies",
+        theirs=ACCEPTED,
+        supported=True,
+        shown_by=f"{FSDP}test_strategies_change_no_bit_of_gradients_and_weights",
+        remark=(
+            "shown on CPU ranks; its own refusals by name: "
+            "`fsdp_hooks/adapters/megatron_fsdp_refused.py`"
+        ),
     ),
     Row(
         what="`fsdp_hooks.fully_shard`, four strategies",

@@ -1,6 +1,7 @@
 """What a user may ask of a schedule, and what is refused by name."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ep_overlap.plan.order import OrderName
 
@@ -29,6 +30,9 @@ class OverlapConfig:
     dispatch_over_wgrad: bool = False
     """Megatron's ``--overlap-dispatch-backward-with-experts-wgrad``: the backward of each dispatch
     runs over the experts' weight gradients, without overlap too."""
+    recompute_granularity: Literal["full"] | None = None
+    """Megatron's ``--recompute-granularity full``, each layer by itself: it keeps its input alone,
+    and its forward runs again before its backward, as nodes of their own (R)."""
     max_unsharded_units: int | None = None
     """Budget of layer units gathered at once, with ``optim_grads_params``; None: as many as
     overlap needs."""
@@ -45,6 +49,11 @@ class OverlapConfig:
         if self.order is not None and self.order not in list(OrderName):
             raise ValueError(
                 f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}"
+            )
+        if self.recompute_granularity not in (None, "full"):
+            raise ValueError(
+                f"recompute_granularity {self.recompute_granularity!r} is no schedule's; expected "
+                "'full' or None. A model recomputes parts of a layer by its own settings"
             )
         if not self.overlap and self.order_text is not None:
             raise ValueError("order_text needs overlap; set overlap=True or leave it out")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ep_overlap.config import OverlapConfig
-from ep_overlap.plan.action import ROOT_UNIT, Compute, Lane, Phase
+from ep_overlap.plan.action import ROOT_UNIT, Compute, Lane, Node, Phase
 from ep_overlap.plan.build import build_plan, plan_from_words
 from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, computes_of
@@ -30,6 +30,7 @@ from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import unit_given, unit_read
 from ep_overlap.run.layer import ModelParts
 from ep_overlap.run.node import NodeRun, forget_failed_backward
+from ep_overlap.run.recompute import wire_recomputed
 from ep_overlap.run.runner import Program
 from ep_overlap.run.trace import HiddenShare, Meter, StepTrace
 from ep_overlap.run.wgrad import WgradRun
@@ -112,10 +113,17 @@ class OverlapSchedule:
             MicrobatchSlot(index, model, config.num_microbatches if config.divide_loss else 1)
             for index in range(config.num_microbatches)
         ]
-        self._nodes: dict[NodeKey, NodeRun] = {}
-        for slot in self._slots:
-            self._nodes.update(wire(slot, model))
         self.plan: Final = self._build_plan(evaluate=False)
+        self._nodes: dict[NodeKey, NodeRun] = {}
+        self._again: dict[NodeKey, NodeRun] = {}
+        """Nodes of R and B, where layers are recomputed."""
+        for slot in self._slots:
+            if self.plan.recomputes:
+                first, again = wire_recomputed(slot, model)
+                self._nodes.update(first)
+                self._again.update(again)
+            else:
+                self._nodes.update(wire(slot, model))
         self._wgrad: Wgrad | None = None
         self._wgrads: dict[NodeKey, WgradRun] = {}
         if self.plan.delayed:
@@ -181,7 +189,7 @@ class OverlapSchedule:
                 stream.run(forget_failed_backward, word="abort")
                 stream.synchronize()
         finally:  # a device that has failed fails again when it is drained
-            for node in self._nodes.values():
+            for node in (*self._nodes.values(), *self._again.values()):
                 node.reset()
             for wgrad in self._wgrads.values():
                 wgrad.queue.clear()
@@ -254,6 +262,7 @@ class OverlapSchedule:
                 reduce_each_microbatch=self._lifecycle.reduces_each_microbatch,
             )
         draws_random = self._parts.draws_random
+        recompute = config.recompute_granularity is not None
         if config.order_text is not None and not evaluate:
             plan = plan_from_words(
                 config.order_text,
@@ -261,6 +270,7 @@ class OverlapSchedule:
                 num_microbatches=config.num_microbatches,
                 sharding=sharding,
                 delay_wgrad=config.delay_wgrad or config.dispatch_over_wgrad,
+                recompute=recompute,
             )
         else:
             plan = build_plan(
@@ -269,6 +279,7 @@ class OverlapSchedule:
                 order=config.order_for(draws_random=draws_random),
                 delay_wgrad=config.delay_wgrad,
                 dispatch_over_wgrad=config.dispatch_over_wgrad,
+                recompute=recompute,
                 sharding=sharding,
                 evaluate=evaluate,
             )
@@ -281,6 +292,7 @@ class OverlapSchedule:
             plan,
             streams=self._streams,
             nodes=self._nodes,
+            again=self._again,
             wgrads=self._wgrads,
             units=self._units,
             runs_after_launch=self._kind is StreamKind.CUDA,
@@ -289,8 +301,10 @@ class OverlapSchedule:
     def _attach_hooks(self) -> None:
         """Before each node that reads weights: whose gradients it makes, where it leaves them, and
         the safety net. After each unit's last node of a microbatch: ``seal``."""
-        for key, node in self._nodes.items():
+        for key, node in (*self._nodes.items(), *self._again.items()):
             microbatch, kind, layer = key
+            if kind is Node.FINISH:
+                continue  # it reads no weights
             name = unit_read(Compute(microbatch, Phase.FORWARD, kind, layer))
             if name is None:
                 continue
@@ -299,7 +313,7 @@ class OverlapSchedule:
                 wgrad = self._wgrads.get(key)
                 queue = None if wgrad is None else wgrad.queue
                 node.pre_backward_hooks += (partial(self._wgrad.delay_into, queue),)
-                if wgrad is not None:
+                if wgrad is not None and self._again.get(key, node) is node:
                     wgrad.pre_hooks += (belongs,)
             if name in self._units:
                 ensure = (self._units[name].ensure,) if self._units[name].releases else ()
@@ -319,7 +333,7 @@ class OverlapSchedule:
             if action.phase is Phase.WGRAD:
                 self._wgrads[key].post_hooks += (seal,)
             else:
-                self._nodes[key].post_backward_hooks += (seal,)
+                self._again.get(key, self._nodes[key]).post_backward_hooks += (seal,)
 
 
 def _refuse_turns(plan: Plan) -> None:

@@ -24,6 +24,7 @@ from ep_overlap.commands.world import local_part
 from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
 from ep_overlap.testing import RankPool
+from fsdp_hooks.lifecycle import lifecycle_of
 from fsdp_hooks.wgrad_layers import manage_wgrad
 
 SEQ_LENGTH = 8
@@ -44,6 +45,17 @@ ROUTER_LOSSES: Mapping[str, Any] = {
     "moe_z_loss_coeff": 0.05,
 }
 DROPOUT: Mapping[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
+TENSOR_PARALLEL: Mapping[str, Any] = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+def recompute(*modules: str) -> Mapping[str, Any]:
+    """Selective activation recompute."""
+    return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
+
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -84,11 +96,29 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
         "moe_layer_freq": (0, 1, 1),
         "tied_embeddings": True,
         "shared_expert_ffn_hidden_size": 12,
+        "settings": {**TENSOR_PARALLEL, **ROUTER_LOSSES},
+    },
+    "recompute": {
+        "num_layers": 3,
+        "moe_layer_freq": (0, 1, 1),
+        "shared_expert_ffn_hidden_size": 12,
+        "settings": recompute("core_attn", "layernorm", "mlp", "shared_experts"),
+    },
+    "recompute, dropout": {
+        "shared_expert_ffn_hidden_size": 12,
+        "settings": {**recompute("core_attn", "layernorm"), **DROPOUT, **ROUTER_LOSSES},
+    },
+    "recompute, latent attention, MTP 1": {
+        "mtp_num_layers": 1,
+        "settings": {**recompute("mla_up_proj", "core_attn", "layernorm"), **LATENT},
+    },
+    "recompute, tensor parallel": {
+        "num_layers": 3,
+        "moe_layer_freq": (0, 1, 1),
+        "shared_expert_ffn_hidden_size": 12,
         "settings": {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "expert_tensor_parallel_size": 1,
-            **ROUTER_LOSSES,
+            **recompute("core_attn", "layernorm", "mlp", "shared_experts"),
+            **TENSOR_PARALLEL,
         },
     },
     "all at once": {
@@ -100,9 +130,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
         "settings": {**LATENT, **ROUTER_LOSSES, **DROPOUT},
     },
 }
-SHARED_SEQUENCES = "tensor parallel"
-"""Its weight gradients are not delayed."""
-DRAWING = frozenset({"dropout", "router noise", "all at once"})
+SHARED_SEQUENCES = frozenset({"tensor parallel", "recompute, tensor parallel"})
+"""Their weight gradients are not delayed."""
+DRAWING = frozenset({"dropout", "router noise", "recompute, dropout", "all at once"})
 """Those that draw random numbers: the paired order refuses them."""
 
 
@@ -115,13 +145,15 @@ class Case:
     microbatches: int = 2
     order: str = "plain"
     delay: bool = False
+    recompute: bool = False
+    """Ours: each layer whole; never in the baseline."""
     strategy: str | None = None
     """Of our own sharding core; the baseline is its standard path then."""
     fuse: bool = False
     """Fused weight gradients, in the baseline too; with a strategy."""
 
     def __str__(self) -> str:
-        flags = [name for name in ("delay", "fuse") if vars(self)[name]]
+        flags = [name for name in ("delay", "recompute", "fuse") if vars(self)[name]]
         core = [] if self.strategy is None else [self.strategy]
         kind = [str(self.dtype), f"{self.microbatches} x {self.order}", *flags, *core]
         return f"{self.feature}: {', '.join(kind)}"
@@ -132,7 +164,7 @@ def cases_of(
 ) -> Iterator[Case]:
     """Every order, delayed and not."""
     orders = ("serial", "plain") if feature in DRAWING else ("plain", "paired")
-    delays = (False,) if feature == SHARED_SEQUENCES else (False, True)
+    delays = (False,) if feature in SHARED_SEQUENCES else (False, True)
     for dtype, num, order, delay in product(dtypes, microbatches, orders, delays):
         yield Case(feature=feature, dtype=dtype, microbatches=num, order=order, delay=delay)
 
@@ -202,7 +234,7 @@ def globals_of(feature: str, groups: Groups) -> Iterator[None]:
     from ep_overlap.models.megatron_globals import replace as replace_global
 
     with ExitStack() as undo:
-        if feature == SHARED_SEQUENCES:
+        if feature in SHARED_SEQUENCES:
             name = "_TENSOR_MODEL_PARALLEL_GROUP"
             replace_global(undo, parallel_state, name, groups.tensor_parallel)
         yield
@@ -238,7 +270,8 @@ def every_difference(cases: Sequence[Case]) -> dict[str, list[str]]:
 
 
 def every_difference_sharded(cases: Sequence[Case]) -> dict[str, list[str]]:
-    """As ``every_difference``, with our own sharding core on both sides. Collective."""
+    """As ``every_difference``, with our own sharding core on both sides, and with what hooks had to
+    gather in place of the plan. Collective."""
     from ep_overlap.models.megatron_cpu import megatron_on_cpu
 
     groups, meshes = Groups.new(), support.Groups()
@@ -247,8 +280,10 @@ def every_difference_sharded(cases: Sequence[Case]) -> dict[str, list[str]]:
         for case in cases:
             theirs = _sharded(case, groups, meshes)
             expected = standard_step(theirs, case)
-            ours = our_step(_sharded(case, groups, meshes).module, case)
-            found[str(case)] = unequal(ours, expected)
+            model = _sharded(case, groups, meshes).module
+            found[str(case)] = unequal(our_step(model, case), expected)
+            if misses := lifecycle_of(model).stats.hook_misses:
+                found[str(case)].append(f"{misses} hook misses")
     return {case: names for case, names in found.items() if names}
 
 
@@ -326,7 +361,10 @@ def our_step(model: Any, case: Case) -> dict[str, Tensor]:
 
     parts = GPTParts(model)
     config = OverlapConfig(
-        num_microbatches=case.microbatches, order=case.order, delay_wgrad=case.delay
+        num_microbatches=case.microbatches,
+        order=case.order,
+        delay_wgrad=case.delay,
+        recompute_granularity="full" if case.recompute else None,
     )
     schedule = OverlapSchedule(parts, config)
     _forget(model)
@@ -341,8 +379,8 @@ def scale_auxiliary_losses(scale: float) -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale))
-    MTPLossAutoScaler.set_loss_scale(torch.tensor(scale))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
+    MTPLossAutoScaler.set_loss_scale(torch.tensor([scale]))
 
 
 def _forget(model: Any) -> None:

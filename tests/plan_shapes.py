@@ -42,6 +42,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
         "num_microbatches": draw(st.integers(1, 5)),
         "order": draw(st.sampled_from(OrderName)),
         "delay_wgrad": draw(st.booleans()),
+        "recompute": draw(st.booleans()),
         "sharding": draw(shardings(len(letters))),
         "evaluate": draw(st.sampled_from([False, False, False, True])),
     }

@@ -62,6 +62,8 @@ class Case:
     """Delayed weight gradients; never in the baseline."""
     dispatch_over: bool = False
     """The backward of dispatch over the experts' weight gradients; never in the baseline."""
+    recompute: bool = False
+    """Each layer whole; never in the baseline."""
     fuse: bool = False
     """Fused weight gradients, in the baseline too."""
 
@@ -74,6 +76,7 @@ class Case:
             max_unsharded_units=self.budget,
             delay_wgrad=self.delay,
             dispatch_over_wgrad=self.dispatch_over,
+            recompute_granularity="full" if self.recompute else None,
             trace=True,
         )
 

@@ -35,6 +35,7 @@ OWN_OF_COMBINED: Final = {
     "tensor parallel": {WORDS},
     "MTP 1": {WORDS},
     "learned positions, MTP 1": {WORDS, POSITIONS},
+    "recompute, latent attention, MTP 1": {WORDS},
 }
 """Gradients in which megatron-core's two schedules differ from each other: its overlapped one adds
 up the uses of a shared embedding in another order. Ours are those of its plain one."""

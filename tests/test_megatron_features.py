@@ -3,6 +3,7 @@
 The whole table: ``python tests/megatron_features.py``.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import megatron_features as features
 import pytest
 import torch
 from megatron_features import DRAWING, FEATURES, SHARED_SEQUENCES, Case, Groups
+from torch import Tensor
 
 from ep_overlap.config import OverlapConfig
 from ep_overlap.plan.action import LayerKind, Node
@@ -18,13 +20,20 @@ from ep_overlap.plan.order import ModelShape, OrderName
 from ep_overlap.testing import RankPool
 
 BF16 = torch.bfloat16
-SHARDED = ("tied", "MTP 2, tied", "learned positions, MTP 1", "all at once")
+SHARDED = (
+    "tied",
+    "MTP 2, tied",
+    "learned positions, MTP 1",
+    "recompute",
+    "recompute, latent attention, MTP 1",
+    "all at once",
+)
 ON_FOUR_RANKS = ("plain", "MTP 1", "all router losses", "all at once")
 
 
 def some_cases(feature: str) -> list[Case]:
     interleaved = "plain" if feature in DRAWING else "paired"
-    delay = feature != SHARED_SEQUENCES
+    delay = feature not in SHARED_SEQUENCES
     return [
         Case(feature=feature, microbatches=1, order="plain"),
         Case(feature=feature, microbatches=4, order=interleaved, delay=delay),
@@ -136,6 +145,82 @@ def test_what_megatron_logs_is_logged(ranks2: RankPool) -> None:
         # A dense layer, two with experts, two of MTP.
         assert [value > 0 for value in logged["logged z_loss"]] == [False, True, True, True, True]
         assert all(value > 0 for value in logged["logged of MTP, loss_values"])
+
+
+def calls_and_bytes(feature: str) -> tuple[dict[str, int], list[int]]:
+    """How often a step of one microbatch calls what the decoder consists of; and how many bytes of
+    the second norm's output are alive when the experts begin."""
+    from ep_overlap.models.megatron_cpu import megatron_on_cpu
+
+    case, groups = Case(feature=feature, microbatches=1, order="serial"), Groups.new()
+    calls: Counter[str] = Counter()
+    normed: dict[str, Tensor] = {}
+    alive: list[int] = []
+    with megatron_on_cpu():
+        model = features.model_of(feature, case.dtype, groups)
+        for name, module in model.named_modules():
+            layer, _, part = name.rpartition(".")
+
+            def called(module: Any, inputs: Any, name: str = name) -> None:
+                calls[name] += 1
+
+            def made(module: Any, inputs: Any, output: Tensor, layer: str = layer) -> None:
+                normed.setdefault(layer, output)
+
+            def begins(module: Any, inputs: Any, layer: str = layer) -> None:
+                alive.append(normed[layer.removesuffix(".mlp")].untyped_storage().nbytes())
+
+            module.register_forward_pre_hook(called)
+            if part == "pre_mlp_layernorm":
+                module.register_forward_hook(made)
+            elif part == "experts":
+                module.register_forward_pre_hook(begins)
+        features.our_step(model, case)
+    return calls, alive
+
+
+def test_what_is_recomputed_is_called_twice_and_not_kept(ranks2: RankPool) -> None:
+    # A dense layer, and two with experts.
+    for calls, alive in ranks2.run(calls_and_bytes, "recompute"):
+        twice = {name for name, count in calls.items() if count == 2}
+        assert {name for name in twice if name.count(".") < 5} == {
+            "decoder.layers.0.mlp",
+            "decoder.layers.0.mlp.linear_fc1",
+            "decoder.layers.0.mlp.linear_fc2",
+            *(f"decoder.layers.{index}.mlp.shared_experts" for index in (1, 2)),
+            *(
+                f"decoder.layers.{index}.{part}"
+                for index in range(3)
+                for part in (
+                    "input_layernorm",
+                    "pre_mlp_layernorm",
+                    "self_attention.core_attention",
+                )
+            ),
+        }
+        assert set(calls.values()) == {1, 2}
+        assert alive == [0, 0]
+
+
+def losses_with_and_without_backward(feature: str) -> tuple[list[float], list[float]]:
+    from ep_overlap.models.megatron import GPTParts, mean_loss
+    from ep_overlap.models.megatron_cpu import megatron_on_cpu
+    from ep_overlap.schedule import OverlapSchedule
+
+    with megatron_on_cpu():
+        parts = GPTParts(features.model_of(feature, torch.float32, Groups.new()))
+        schedule = OverlapSchedule(parts, OverlapConfig(num_microbatches=2))
+        batches = features.batches_of(parts, 2)
+        stepped, evaluated = (
+            [float(loss) for loss in run(batches, mean_loss).losses]
+            for run in (schedule.step, schedule.evaluate)
+        )
+    return stepped, evaluated
+
+
+def test_evaluation_recomputes_nothing_and_has_the_same_losses(ranks2: RankPool) -> None:
+    for stepped, evaluated in ranks2.run(losses_with_and_without_backward, "recompute"):
+        assert evaluated == stepped
 
 
 # ---- random numbers ------------------------------------------------------------------------------

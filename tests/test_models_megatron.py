@@ -140,7 +140,6 @@ class TestOneRank:
     @pytest.mark.parametrize(
         ("setting", "value"),
         [
-            ("tensor_model_parallel_size", 2),
             ("pipeline_model_parallel_size", 2),
             ("context_parallel_size", 2),
             ("expert_tensor_parallel_size", 2),
@@ -148,7 +147,7 @@ class TestOneRank:
             ("moe_latent_size", 8),
             ("fp8", "e4m3"),
             ("fp4", "e2m1"),
-            ("recompute_granularity", "selective"),
+            ("recompute_granularity", "full"),
             ("moe_token_dispatcher_type", "allgather"),
             ("moe_shared_expert_overlap", True),
             ("moe_expert_capacity_factor", 1.0),
@@ -158,6 +157,14 @@ class TestOneRank:
         model = build_gpt(sizes("one layer"), lone_expert_groups())
         setattr(model.config, setting, value)
         with pytest.raises(ValueError, match=rf"cannot be cut into parts; .*: {setting}={value!r}"):
+            GPTParts(model)
+
+    @pytest.mark.parametrize("module", ["moe", "moe_act", "gdn_norm_out"])
+    def test_recompute_of_what_lies_in_no_node_is_refused_by_name(self, module: str):
+        model = build_gpt(sizes("one layer"), lone_expert_groups())
+        model.config.recompute_granularity = "selective"
+        model.config.recompute_modules = ["core_attn", module]
+        with pytest.raises(ValueError, match=rf"recompute_modules=\['core_attn', '{module}'\] \("):
             GPTParts(model)
 
 

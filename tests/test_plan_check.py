@@ -85,7 +85,11 @@ def marked_word(error: PlanError) -> str:
         ),
         (insert("0F.dispatch.L2", before="0F.mlp.L2"), "is not a node of this", "0F.dispatch.L2"),
         (insert("2F.pre", before="0F.post"), "2F.pre is not a node of this plan", "2F.pre"),
-        (insert("0R.attn.L0", before="0B.attn.L0"), "0R.attn.L0 is not a node", "0R.attn.L0"),
+        (
+            insert("0R.attn.L0", before="0B.attn.L0"),
+            "0R.dispatch.L0 is missing",
+            "0B.dispatch.L0",
+        ),
         (
             move("0F.combine.L0", before="0F.mlp.L0"),
             "0F.combine.L0 is issued before 0F.mlp.L0, which it needs",

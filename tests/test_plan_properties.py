@@ -84,6 +84,7 @@ def test_the_text_parses_back(plan: Plan) -> None:
         shape=plan.shape,
         num_microbatches=plan.num_microbatches,
         sharding=plan.sharding,
+        recompute=plan.recomputes,
     )
     assert again.actions == plan.actions
     assert again.waits == plan.waits
@@ -134,12 +135,12 @@ def test_full_size_gradient_buffers_in_flight_stay_bounded(
 def test_lowering_keeps_the_order_of_the_nodes(drawn: dict[str, Any]) -> None:
     lowered = build_plan(**drawn)
     shape, num = drawn["shape"], drawn["num_microbatches"]
-    delay = drawn["delay_wgrad"]
+    delay, recompute = drawn["delay_wgrad"], drawn["recompute"]
     if drawn["evaluate"]:
         order = forward_only(shape, num)
     elif drawn["order"] is OrderName.SERIAL:
-        order = serial(shape, num, delay_wgrad=delay)
+        order = serial(shape, num, delay_wgrad=delay, recompute=recompute)
     else:
         paired = drawn["order"] is OrderName.PAIRED
-        order = combined_1f1b(shape, num, paired=paired, delay_wgrad=delay)
+        order = combined_1f1b(shape, num, paired=paired, delay_wgrad=delay, recompute=recompute)
     assert [action for action in lowered.actions if isinstance(action, Compute)] == order

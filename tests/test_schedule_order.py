@@ -196,6 +196,7 @@ def without_gathers_of_one_layer() -> Rescued:
         replace(schedule.plan, actions=tuple(actions), waits=waits(actions)),
         streams=schedule._streams,  # pyright: ignore[reportPrivateUsage]
         nodes=schedule._nodes,  # pyright: ignore[reportPrivateUsage]
+        again=schedule._again,  # pyright: ignore[reportPrivateUsage]
         wgrads={},
         units=units,
         runs_after_launch=False,

@@ -13,6 +13,11 @@ and moves split sizes to the host only from a GPU. The stand-ins answer for the 
 ``MoEAlltoAllTokenDispatcher``        its stream for device-to-host copies is such a stream
 ``token_dispatcher``                  its ``maybe_move_tensor_to_cpu`` makes numpy arrays of CPU
                                       tensors too: split sizes must be plain integers
+``random``                            activation recompute: no GPU's generator has a state to save,
+                                      and a recomputed tensor's bytes are copied to where a compiled
+                                      extension would show them
+``CheckpointWithoutOutput``           asks Transformer Engine about fp8 only where fp8 is asked for:
+                                      ``False`` is taken for a wish too
 ``parallel_state``, ``random``        see ``megatron_globals``
 ====================================  ==========================================================
 
@@ -62,6 +67,7 @@ def megatron_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
         RuntimeError: the model is to run on a GPU, or this process uses one already.
     """
     _refuse_gpu(torch.device(device))
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     stream = _DoneStream()
@@ -76,6 +82,11 @@ def megatron_on_cpu(device: torch.device | str = "cpu") -> Generator[None]:
         replace(undo, token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
         dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
         replace(undo, dispatcher, "cuda_dtoh_stream", stream)
+        replace(undo, random, "_get_cuda_rng_state", lambda graph_safe=False: None)
+        replace(undo, random, "_set_cuda_rng_state", lambda state, graph_safe=False: None)
+        replace(undo, random, "_get_share_storage", lambda: _copy_storage)
+        checkpoint = random.CheckpointWithoutOutput
+        replace(undo, checkpoint, "__init__", _with_fp8_if_asked_for(checkpoint.__init__))
         undo.enter_context(megatron_globals())
         yield
 
@@ -160,6 +171,22 @@ def _current_device() -> torch.device:
 def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Stand in for ``megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu``."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def _with_fp8_if_asked_for(make: Callable[..., None]) -> Callable[..., None]:
+    @wraps(make)
+    def made(checkpoint: object, fp8: object = None) -> None:
+        make(checkpoint, fp8 or None)
+
+    return made
+
+
+def _copy_storage(to: Tensor, source: Tensor) -> None:
+    """Stand in for ``megatron.core.tensor_parallel.random``'s ``share_storage``: all views of
+    ``to``, whose storage was emptied, see what ``source`` holds."""
+    storage = source.untyped_storage()
+    to.untyped_storage().resize_(storage.nbytes())
+    to.untyped_storage().copy_(storage)
 
 
 _tensor_type: Final = torch.Tensor.type

@@ -23,7 +23,7 @@ Shape letters: S sequence, B batch, H hidden, T tokens on the way.
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +48,12 @@ from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.models.megatron_refused import refuse_unsupported
 from ep_overlap.models.megatron_wgrad import WGRAD_LAYERS
 from ep_overlap.plan.action import LayerKind, Node
-from ep_overlap.run.layer import Carry, Collective, Tokens
+from ep_overlap.run.layer import Carry, Collective, RandomStates, Tokens
 from fsdp_hooks.wgrad_layers import LayerTypes
 
 try:
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import CheckpointWithoutOutput, random
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -86,6 +87,18 @@ class GPTState:
     """For each layer, its MoE with a dispatcher of this microbatch's own; None where dense."""
     rotary: Tensor | None = None
     """``[S, 1, 1, ...]``, the same for all layers; set by ``pre``."""
+
+
+class MegatronRandomStates:
+    """As ``megatron.core.tensor_parallel.checkpoint`` saves and restores them."""
+
+    def get(self) -> object:
+        """Where they stand."""
+        return random._get_all_rng_states()
+
+    def set(self, states: object) -> None:
+        """Put them where they stood."""
+        random._set_all_rng_states(*cast("tuple[Any, ...]", states))
 
 
 class GPTDenseLayer:
@@ -165,10 +178,19 @@ class GPTMoELayer:
         """Attention, norm, shared experts, router, gather of token counts, permute."""
         moe = self._moe(state)
         hidden = _attention(self._layer, state, hidden)
-        normed = apply_module(self._layer.pre_mlp_layernorm)(hidden)
+        norm = apply_module(self._layer.pre_mlp_layernorm)
+        # Not ``_forward_pre_mlp_layernorm``: it keeps what it was given on the layer.
+        again = CheckpointWithoutOutput() if self._layer.recompute_pre_mlp_layernorm else None
+        normed = norm(hidden) if again is None else again.checkpoint(norm, hidden)
         shared = moe.shared_experts_compute(normed)
         probs, routing_map = moe.route(normed)
         tokens, token_probs = moe.preprocess(normed, probs, routing_map)
+        if again is not None:
+            # Whichever of these gets its gradient first. megatron-core waits for the gradient of
+            # the MoE's output, which is of another node here.
+            for made in (tokens, token_probs, shared):
+                if made is not None:
+                    again.discard_output_and_register_recompute(made)
         return Tokens(tokens, token_probs), Carry(hidden, shared)
 
     # With one rank, megatron-core's exchange sends nothing and its autograd function returns its
@@ -248,6 +270,11 @@ class GPTParts:
         config = self._model.config
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         return has_dropout or config.moe_input_jitter_eps is not None
+
+    @property
+    def random_states(self) -> RandomStates | None:
+        """megatron-core's: the CPU's, the device's, and those of its tracker."""
+        return MegatronRandomStates() if self.draws_random else None
 
     @property
     def shared_weights(self) -> Sequence[nn.Parameter]:

@@ -50,6 +50,10 @@ def refuse_unsupported(model: GPTModel) -> None:
             )
 
 
+_RECOMPUTED: Final = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts"})
+"""What lies within one node: it is recomputed in that node's backward, by megatron-core itself."""
+
+
 def _of_config(c: TransformerConfig) -> Iterator[_Setting]:
     yield _Setting("pipeline_model_parallel_size", c.pipeline_model_parallel_size, 1)
     yield _Setting("context_parallel_size", c.context_parallel_size, 1)
@@ -58,7 +62,11 @@ def _of_config(c: TransformerConfig) -> Iterator[_Setting]:
     yield _Setting("fp4", c.fp4, None)
     yield _Setting("fp32_residual_connection", c.fp32_residual_connection, False)
     yield _Setting("fused_residual_rmsnorm", c.fused_residual_rmsnorm, False)
-    yield _Setting("recompute_granularity", c.recompute_granularity, None)
+    granularity = c.recompute_granularity
+    yield _Setting("recompute_granularity", granularity, granularity and "selective")
+    if granularity == "selective" and not _RECOMPUTED.issuperset(c.recompute_modules or ()):
+        supported = f"any of {', '.join(sorted(_RECOMPUTED))}"
+        yield _Setting("recompute_modules", c.recompute_modules, supported)
     yield _Setting("cpu_offloading", c.cpu_offloading, False)
     yield _Setting(
         "fine_grained_activation_offloading", c.fine_grained_activation_offloading, False

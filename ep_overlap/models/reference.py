@@ -367,6 +367,10 @@ class MoETransformer(nn.Module):
         return False
 
     @property
+    def random_states(self) -> None:
+        """None."""
+
+    @property
     def shared_weights(self) -> Sequence[nn.Parameter]:
         """The embedding's, where a user has tied the output layer to it and does not fuse its
         gradients: those are written where they go use by use, on the standard path, too."""

@@ -7,7 +7,9 @@ subject::
     1W.mlp.L0       microbatch 1, delayed weight gradient, mlp of layer 0
     1W.shared.L0    the same, of layer 0's shared experts, which run in attn
     0B.post         microbatch 0, backward, post (pre and post belong to no layer)
+    0R.attn.L0      microbatch 0, recompute before its backward, attn of layer 0
     2SYNC.L3        the host waits for microbatch 2's split sizes in layer 3
+    2RSYNC.L3       the same, for the dispatch that is recomputed
     UNSHARD.L3      gather unit L3          (units: L0, L1, ... and root)
     RESHARD.L3      release unit L3
     REDUCE.L3       reduce the gradients of unit L3
@@ -16,6 +18,7 @@ The idea of words that parse back is that of ``_Action`` in ``torch.distributed.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -30,6 +33,7 @@ class Phase(StrEnum):
     WGRAD = "W"
     """The delayed weight gradient."""
     RECOMPUTE = "R"
+    """The forward again, right before its backward: the first one kept the layer's input alone."""
 
 
 class Node(StrEnum):
@@ -40,6 +44,9 @@ class Node(StrEnum):
     DISPATCH = "dispatch"
     MLP = "mlp"
     COMBINE = "combine"
+    FINISH = "finish"
+    """What follows the combine exchange, where a layer is recomputed: a node of R and B alone. Its
+    forward is the first thing that the next layer's ``attn``, or ``post``, does."""
     POST = "post"
     SHARED = "shared"
     """Shared experts, which run in ``attn``: a node of the phase W alone."""
@@ -61,12 +68,19 @@ class LayerKind(StrEnum):
 
 _MOE_NODES: Final = (Node.ATTN, Node.DISPATCH, Node.MLP, Node.COMBINE)
 
-NODES_OF: Final = {
+NODES_OF: Final[Mapping[LayerKind, Sequence[Node]]] = {
     LayerKind.MOE: _MOE_NODES,
     LayerKind.MOE_SHARED: _MOE_NODES,
     LayerKind.DENSE: (Node.ATTN, Node.MLP),
 }
 """The nodes of each kind of layer, in forward order."""
+
+RECOMPUTED_OF: Final[Mapping[LayerKind, Sequence[Node]]] = {
+    LayerKind.MOE: (*_MOE_NODES, Node.FINISH),
+    LayerKind.MOE_SHARED: (*_MOE_NODES, Node.FINISH),
+    LayerKind.DENSE: (Node.ATTN, Node.MLP),
+}
+"""The nodes of R and of B where layers are recomputed, in forward order."""
 
 WGRADS_OF: Final = {
     LayerKind.MOE: (Node.MLP, Node.ATTN),
@@ -98,6 +112,7 @@ ROOT_UNIT: Final = "root"
 """The unit of what belongs to no layer: embedding, final norm, output layer."""
 
 _LAYERLESS: Final = frozenset({Node.PRE, Node.POST})
+_PHASES_OF_FINISH: Final = frozenset({Phase.RECOMPUTE, Phase.BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,10 @@ class Compute:
     def __post_init__(self) -> None:
         if self.node is Node.SHARED and self.phase is not Phase.WGRAD:
             raise ValueError(f"{self.node} is a node of phase W alone (got {self.phase})")
+        if self.node is Node.FINISH and self.phase not in _PHASES_OF_FINISH:
+            raise ValueError(f"{self.node} is a node of phases R and B alone (got {self.phase})")
+        if self.phase is Phase.RECOMPUTE and self.node in _LAYERLESS:
+            raise ValueError(f"{self.node} is not recomputed; layers are")
         if (self.node in _LAYERLESS) != (self.layer is None):
             rule = "belongs to no layer" if self.node in _LAYERLESS else "needs a layer"
             raise ValueError(f"{self.node} {rule} (got layer={self.layer})")
@@ -148,9 +167,12 @@ class Sync:
 
     microbatch: int
     layer: int
+    phase: Phase = Phase.FORWARD
+    """Of the ``attn`` and of the dispatch: forward or recompute."""
 
     def __str__(self) -> str:
-        return f"{self.microbatch}SYNC.L{self.layer}"
+        again = "" if self.phase is Phase.FORWARD else str(self.phase)
+        return f"{self.microbatch}{again}SYNC.L{self.layer}"
 
     @property
     def lane(self) -> Lane:
@@ -162,7 +184,7 @@ Action = Compute | UnitAction | Sync
 
 _COMPUTE: Final = re.compile(r"(\d+)([FBWR])\.([a-z]+)(?:\.L(\d+))?")
 _UNIT: Final = re.compile(r"(UNSHARD|RESHARD|REDUCE)\.(\w+)")
-_SYNC: Final = re.compile(r"(\d+)SYNC\.L(\d+)")
+_SYNC: Final = re.compile(r"(\d+)(R?)SYNC\.L(\d+)")
 
 
 def parse_action(word: str) -> Action:
@@ -180,7 +202,7 @@ def parse_action(word: str) -> Action:
     if match := _UNIT.fullmatch(word):
         return UnitAction(UnitOp(match[1]), match[2])
     if match := _SYNC.fullmatch(word):
-        return Sync(int(match[1]), int(match[2]))
+        return Sync(int(match[1]), int(match[3]), Phase(match[2] or Phase.FORWARD))
     raise ValueError(
         f"not an action: {word!r}; expected a word such as 2F.attn.L3, 0B.post, 2SYNC.L3 "
         "or UNSHARD.L3"

@@ -22,13 +22,15 @@ def build_plan(
     order: OrderName = OrderName.PAIRED,
     delay_wgrad: bool = False,
     dispatch_over_wgrad: bool = False,
+    recompute: bool = False,
     sharding: Sharding | None = None,
     evaluate: bool = False,
 ) -> Plan:
     """Order the nodes, add syncs and unit actions, check the result.
 
     With ``evaluate`` the plan is a forward pass of each microbatch; ``order`` and what concerns
-    weight gradients then have no say. ``dispatch_over_wgrad``: see ``order.serial``.
+    weight gradients and recompute then have no say. ``dispatch_over_wgrad``, ``recompute``: see
+    ``order.serial``.
 
     Raises:
         ValueError: no layers, no microbatches, or a budget below what the order needs.
@@ -42,6 +44,7 @@ def build_plan(
             num_microbatches,
             delay_wgrad=delay_wgrad,
             dispatch_over_wgrad=dispatch_over_wgrad,
+            recompute=recompute,
         )
     else:
         nodes = combined_1f1b(
@@ -50,6 +53,7 @@ def build_plan(
             paired=order is OrderName.PAIRED,
             delay_wgrad=delay_wgrad,
             dispatch_over_wgrad=dispatch_over_wgrad,
+            recompute=recompute,
         )
     bare = _bare_plan(
         nodes, name=name, shape=shape, num_microbatches=num_microbatches, sharding=sharding
@@ -64,16 +68,19 @@ def plan_from_words(
     num_microbatches: int,
     sharding: Sharding | None = None,
     delay_wgrad: bool = False,
+    recompute: bool = False,
 ) -> Plan:
     """A plan whose order is written in an order file; the passes add the rest.
 
     The file holds words of nodes, such as ``2F.attn.L3``, parted by any white space; ``#`` starts
     a comment that ends with the line. ``Plan.order_text`` writes such a file.
 
-    Weight gradients are delayed where it has W nodes; ``delay_wgrad`` insists on some.
+    Weight gradients are delayed where it has W nodes; ``delay_wgrad`` insists on some. Layers are
+    recomputed if it has R nodes; ``recompute`` says whether it must have.
 
     Raises:
-        ValueError: a word is none, or no node's; the message names the line. Or there is no W node.
+        ValueError: a word is none, or no node's; the message names the line. Or there is no W node,
+            or R nodes are there against ``recompute``, or not.
         PlanError: the order does not hold; the message names the line and shows the grid.
     """
     words = _words_with_lines(text)
@@ -90,6 +97,14 @@ def plan_from_words(
         raise ValueError(
             "weight gradients are to be delayed, but the order has no W nodes, such as 0W.mlp.L0; "
             "add them, or do not delay"
+        )
+    if recompute != any(node.phase is Phase.RECOMPUTE for node in nodes):
+        raise ValueError(
+            "layers are to be recomputed, but the order has no R nodes, such as 0R.attn.L0; add "
+            "them, or do not recompute"
+            if recompute
+            else "the order has R nodes, such as 0R.attn.L0, but layers are not to be recomputed; "
+            "set recompute_granularity='full', or leave them out"
         )
     bare = _bare_plan(
         [action for action, _ in words],

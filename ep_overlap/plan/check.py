@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 from ep_overlap.plan.action import (
     NODES_OF,
+    RECOMPUTED_OF,
     ROOT_UNIT,
     WGRADS_OF,
     Action,
@@ -124,17 +125,22 @@ def _fail(plan: Plan, step: int, reason: str) -> NoReturn:
 def _expected_nodes(plan: Plan) -> list[Compute]:
     """Every node that the plan must issue, by microbatch and phase, each phase in model order.
 
-    What has a W node in one microbatch has one in all.
+    What has a W node in one microbatch has one in all; if one layer is recomputed, all are.
     """
     delayed = plan.delayed
-    phases = [Phase.FORWARD] if plan.is_forward_only else [Phase.FORWARD, Phase.BACKWARD]
+    again = RECOMPUTED_OF if plan.recomputes else NODES_OF
+    nodes_of = {Phase.FORWARD: NODES_OF}
+    if plan.recomputes:
+        nodes_of[Phase.RECOMPUTE] = again
+    if not plan.is_forward_only:
+        nodes_of[Phase.BACKWARD] = again
     expected: list[Compute] = []
     for microbatch in range(plan.num_microbatches):
-        for phase in phases:
-            expected.append(Compute(microbatch, phase, Node.PRE))
+        for phase, nodes in nodes_of.items():
             for layer, kind in enumerate(plan.shape.layers):
-                expected += [Compute(microbatch, phase, node, layer) for node in NODES_OF[kind]]
-            expected.append(Compute(microbatch, phase, Node.POST))
+                expected += [Compute(microbatch, phase, node, layer) for node in nodes[kind]]
+            if phase is not Phase.RECOMPUTE:
+                expected += [Compute(microbatch, phase, node) for node in (Node.PRE, Node.POST)]
         for layer, kind in enumerate(plan.shape.layers):
             expected += [
                 Compute(microbatch, Phase.WGRAD, node, layer)
@@ -162,9 +168,12 @@ def _check_nodes(plan: Plan) -> None:
 
 
 def _place_of_missing(node: Compute, seen: Mapping[Compute, int]) -> int:
-    """Where a missing node is missed first: at the next node of its pass; for W, at its B."""
+    """Where a missing node is missed first: at the next node of its pass; for R and W, at its B."""
     if node.phase is Phase.WGRAD:
         return seen.get(backward_of(node), len(seen))
+    if node.phase is Phase.RECOMPUTE:
+        own = Compute(node.microbatch, Phase.BACKWARD, node.node, node.layer)
+        return seen.get(own, len(seen))
     backward = node.phase is Phase.BACKWARD
     after = [
         step
@@ -184,7 +193,7 @@ def _check_places(plan: Plan) -> None:
 
 
 def _check_syncs(plan: Plan) -> None:
-    """One Sync before each forward dispatch. Its place is checked as a dependency."""
+    """One Sync before each dispatch of F and R. Its place is checked as a dependency."""
     seen: dict[Sync, int] = {}
     for step, action in enumerate(plan.actions):
         if isinstance(action, Sync) and action in seen:
@@ -195,8 +204,8 @@ def _check_syncs(plan: Plan) -> None:
     for step, action in enumerate(plan.actions):
         if not isinstance(action, Compute) or action.layer is None:
             continue
-        if (action.phase, action.node) == (Phase.FORWARD, Node.DISPATCH):
-            sync = Sync(action.microbatch, action.layer)
+        if action.node is Node.DISPATCH and action.phase is not Phase.BACKWARD:
+            sync = Sync(action.microbatch, action.layer, action.phase)
             dispatches.add(sync)
             if sync not in seen:
                 _fail(plan, step, f"{action} has no {sync} before it to wait for split sizes")

@@ -122,16 +122,28 @@ def _add_data(actions: Sequence[Action], needed: list[set[int]]) -> None:
             continue  # W nodes need their own B alone, not each other
         nodes.sort(key=in_model_order, reverse=phase is Phase.BACKWARD)
         for earlier, later in pairwise(nodes):
-            needed[place[later]].add(place[earlier])
+            # Each layer is recomputed from its own input.
+            if phase is not Phase.RECOMPUTE or earlier.layer == later.layer:
+                needed[place[later]].add(place[earlier])
     for action, index in place.items():
-        if action.phase is Phase.BACKWARD:
-            before = Compute(action.microbatch, Phase.FORWARD, action.node, action.layer)
-        elif action.phase is Phase.WGRAD:
-            before = backward_of(action)
-        else:
-            continue
-        if before in place:
-            needed[index].add(place[before])
+        needed[index].update(place[before] for before in _needed_of(action) if before in place)
+
+
+def _needed_of(action: Compute) -> Sequence[Compute]:
+    """Of the other phases of a node: what it needs, as far as there is one."""
+    match action.phase:
+        case Phase.FORWARD:
+            return ()
+        case Phase.WGRAD:
+            return (backward_of(action),)
+        case Phase.RECOMPUTE:
+            # The whole forward, as both leave their routing in the microbatch's one state.
+            return (Compute(action.microbatch, Phase.FORWARD, Node.POST),)
+        case Phase.BACKWARD if action.node is Node.FINISH:
+            return (Compute(action.microbatch, Phase.RECOMPUTE, action.node, action.layer),)
+        case Phase.BACKWARD:
+            phases = [Phase.FORWARD, Phase.RECOMPUTE][: 1 if action.layer is None else 2]
+            return [Compute(action.microbatch, p, action.node, action.layer) for p in phases]
 
 
 def _add_syncs(actions: Sequence[Action], needed: list[set[int]]) -> None:
@@ -140,8 +152,8 @@ def _add_syncs(actions: Sequence[Action], needed: list[set[int]]) -> None:
     for action, index in place.items():
         if not isinstance(action, Sync):
             continue
-        attn = Compute(action.microbatch, Phase.FORWARD, Node.ATTN, action.layer)
-        dispatch = Compute(action.microbatch, Phase.FORWARD, Node.DISPATCH, action.layer)
+        attn = Compute(action.microbatch, action.phase, Node.ATTN, action.layer)
+        dispatch = Compute(action.microbatch, action.phase, Node.DISPATCH, action.layer)
         if attn in place:
             needed[index].add(place[attn])
         if dispatch in place:

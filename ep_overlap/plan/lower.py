@@ -85,16 +85,17 @@ class Sharding:
 
 
 def add_sync(actions: Sequence[Action]) -> list[Action]:
-    """Make the host wait for the split sizes right before each forward dispatch, not earlier:
-    what was issued in between keeps the compute lane busy meanwhile."""
+    """Make the host wait for the split sizes right before each forward dispatch, first or again,
+    not earlier: what was issued in between keeps the compute lane busy meanwhile."""
     lowered: list[Action] = []
     for action in actions:
         if (
             isinstance(action, Compute)
-            and (action.phase, action.node) == (Phase.FORWARD, Node.DISPATCH)
+            and action.node is Node.DISPATCH
+            and action.phase is not Phase.BACKWARD
             and action.layer is not None
         ):
-            lowered.append(Sync(action.microbatch, action.layer))
+            lowered.append(Sync(action.microbatch, action.layer, action.phase))
         lowered.append(action)
     return lowered
 

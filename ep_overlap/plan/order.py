@@ -20,6 +20,7 @@ from typing import Final, Self
 
 from ep_overlap.plan.action import (
     NODES_OF,
+    RECOMPUTED_OF,
     WGRADS_OF,
     Compute,
     LayerKind,
@@ -74,10 +75,12 @@ def _template(words: str) -> _Template:
 _ONE_FORWARD: Final = _template("0F.attn.L0 0F.dispatch.L0 0F.mlp.L0 0F.combine.L0")
 
 _SERIAL_BACKWARD: Final = _template(
-    "0B.combine.L0 0B.mlp.L0 0W.mlp.L0 0B.dispatch.L0 0B.attn.L0 0W.shared.L0 0W.attn.L0"
+    "0B.finish.L0 0B.combine.L0 0B.mlp.L0 0W.mlp.L0 0B.dispatch.L0"
+    " 0B.attn.L0 0W.shared.L0 0W.attn.L0"
 )
 _SERIAL_BACKWARD_OVER_WGRAD: Final = _template(
-    "0B.combine.L0 0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0 0B.attn.L0 0W.shared.L0 0W.attn.L0"
+    "0B.finish.L0 0B.combine.L0 0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0"
+    " 0B.attn.L0 0W.shared.L0 0W.attn.L0"
 )
 
 # L1 is the layer below L0. mlp.W hides dispatch.B, attn.W hides the combine.B of the layer below.
@@ -110,27 +113,48 @@ _TWO_BACKWARDS: Final = _template(
 )
 
 
+# Where layers are recomputed. Nothing of the layer below runs beside a layer's last node: its own
+# recompute comes first. So combine.B, and dispatch.B without W nodes, have no compute beside them.
+_AGAIN: Final = _template("0R.attn.L0 0R.dispatch.L0 0R.mlp.L0 0R.combine.L0 0R.finish.L0")
+
+_STEADY_AGAIN: Final = _template(
+    "0R.attn.L0 1F.attn.L1 0R.dispatch.L0 0R.mlp.L0 1F.dispatch.L1 0R.combine.L0"
+    " 1F.mlp.L1 0R.finish.L0 0B.finish.L0 0B.combine.L0 1F.combine.L1"
+    " 0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0 0B.attn.L0 0W.shared.L0 0W.attn.L0"
+)
+
+_TWO_BACKWARDS_AGAIN: Final = _template(
+    "0R.attn.L0 1R.attn.L0 0R.dispatch.L0 0R.mlp.L0 1R.dispatch.L0 0R.combine.L0"
+    " 1R.mlp.L0 1R.combine.L0"
+    " 0R.finish.L0 0B.finish.L0 0B.combine.L0 1R.finish.L0 1B.finish.L0 1B.combine.L0"
+    " 0B.mlp.L0 0B.dispatch.L0 0W.mlp.L0 1B.mlp.L0 1B.dispatch.L0 1W.mlp.L0"
+    " 0B.attn.L0 0W.shared.L0 0W.attn.L0 1B.attn.L0 1W.shared.L0 1W.attn.L0"
+)
+
+
 def serial(
     shape: ModelShape,
     num_microbatches: int,
     *,
     delay_wgrad: bool = False,
     dispatch_over_wgrad: bool = False,
+    recompute: bool = False,
 ) -> list[Compute]:
     """Each microbatch's whole forward, then its whole backward; W right after its B.
 
     With ``dispatch_over_wgrad`` the backward of each dispatch runs over the experts' W, which is a
-    node of its own then (Megatron's ``overlap_dispatch_backward_with_experts_wgrad``).
+    node of its own then (Megatron's ``overlap_dispatch_backward_with_experts_wgrad``). With
+    ``recompute`` each layer's forward is run again right before its backward.
     """
     _require_microbatches(num_microbatches)
-    writer = _Writer.of(shape, delay_wgrad, dispatch_over_wgrad)
+    writer = _Writer.of(shape, delay_wgrad, dispatch_over_wgrad, recompute)
     backward = _SERIAL_BACKWARD_OVER_WGRAD if dispatch_over_wgrad else _SERIAL_BACKWARD
     order: list[Compute] = []
     for microbatch in range(num_microbatches):
         order += writer.forward(microbatch)
         order.append(_post(microbatch, Phase.BACKWARD))
         for layer in reversed(range(shape.num_layers)):
-            order += writer.fill(backward, (microbatch,), (layer,))
+            order += writer.fill((*_AGAIN, *backward), (microbatch,), (layer,))
         order.append(_pre(microbatch, Phase.BACKWARD))
     return order
 
@@ -142,15 +166,17 @@ def combined_1f1b(
     paired: bool,
     delay_wgrad: bool = False,
     dispatch_over_wgrad: bool = False,
+    recompute: bool = False,
 ) -> list[Compute]:
     """Backward of one microbatch beside forward of a later one (this module's docstring).
 
     Paired needs two microbatches; with one it is the plain order, which then is the serial one
     but for the place of delayed W nodes. Dispatch's backward runs over the experts' W wherever that
-    is a node.
+    is a node. With ``recompute`` each layer's forward is run again before its backward, its
+    exchanges beside the other microbatch's compute.
     """
     _require_microbatches(num_microbatches)
-    writer = _Writer.of(shape, delay_wgrad, dispatch_over_wgrad)
+    writer = _Writer.of(shape, delay_wgrad, dispatch_over_wgrad, recompute)
     if paired and num_microbatches > 1:
         return _paired(writer, num_microbatches)
     return _plain(writer, num_microbatches)
@@ -159,7 +185,7 @@ def combined_1f1b(
 def forward_only(shape: ModelShape, num_microbatches: int) -> list[Compute]:
     """Each microbatch's forward, one after the other: evaluation."""
     _require_microbatches(num_microbatches)
-    writer = _Writer(shape=shape, delayed=frozenset())
+    writer = _Writer(shape=shape, delayed=frozenset(), recompute=False)
     return [node for microbatch in range(num_microbatches) for node in writer.forward(microbatch)]
 
 
@@ -170,12 +196,17 @@ class _Writer:
     shape: ModelShape
     delayed: frozenset[tuple[Node, int]]
     """What has W nodes, with its layer."""
+    recompute: bool
+    """Whether layers have R nodes."""
 
     @classmethod
-    def of(cls, shape: ModelShape, delay_wgrad: bool, dispatch_over_wgrad: bool) -> Self:
+    def of(
+        cls, shape: ModelShape, delay_wgrad: bool, dispatch_over_wgrad: bool, recompute: bool
+    ) -> Self:
         """A writer of W nodes where they are asked for; dispatch needs those of its experts."""
         return cls(
             shape=shape,
+            recompute=recompute,
             delayed=frozenset(
                 (node, layer)
                 for layer, kind in enumerate(shape.layers)
@@ -197,8 +228,10 @@ class _Writer:
             kind = self.shape.layers[layer]
             if place.phase is Phase.WGRAD:
                 is_wanted = (place.node, layer) in self.delayed
+            elif self.recompute:
+                is_wanted = place.node in RECOMPUTED_OF[kind]
             else:
-                is_wanted = place.node in NODES_OF[kind]
+                is_wanted = place.phase is not Phase.RECOMPUTE and place.node in NODES_OF[kind]
             if is_wanted:
                 filled.append(
                     Compute(microbatches[place.microbatch], place.phase, place.node, layer)
@@ -213,12 +246,16 @@ class _Writer:
 
     def backward(self, microbatch: int) -> list[Compute]:
         order = [_post(microbatch, Phase.BACKWARD), *self.last_combine(microbatch)]
+        template = (*_AGAIN, *_SERIAL_BACKWARD_OVER_WGRAD) if self.recompute else _ONE_BACKWARD
         for layer in reversed(range(self.shape.num_layers)):
-            order += self.fill(_ONE_BACKWARD, (microbatch,), (layer, layer - 1))
+            order += self.fill(template, (microbatch,), (layer, layer - 1))
         return [*order, _pre(microbatch, Phase.BACKWARD)]
 
     def last_combine(self, microbatch: int) -> list[Compute]:
-        """The first exchange of a backward: combine of the last layer, if that is MoE."""
+        """The first exchange of a backward: combine of the last layer, if that is MoE and not
+        recomputed first."""
+        if self.recompute:
+            return []
         last = self.shape.num_layers - 1
         return self.fill(_template("0B.combine.L0"), (microbatch,), (last,))
 
@@ -227,7 +264,8 @@ class _Writer:
         last = self.shape.num_layers - 1
         order: list[Compute] = []
         for layer in range(self.shape.num_layers):
-            order += self.fill(_STEADY, (backward, forward), (last - layer, layer))
+            template = _STEADY_AGAIN if self.recompute else _STEADY
+            order += self.fill(template, (backward, forward), (last - layer, layer))
         return order
 
 
@@ -280,7 +318,8 @@ def _two_backwards(writer: _Writer, first: int) -> list[Compute]:
         *writer.last_combine(second),
     ]
     for layer in reversed(range(writer.shape.num_layers)):
-        order += writer.fill(_TWO_BACKWARDS, (first, second), (layer, layer - 1))
+        template = _TWO_BACKWARDS_AGAIN if writer.recompute else _TWO_BACKWARDS
+        order += writer.fill(template, (first, second), (layer, layer - 1))
     return [*order, _pre(first, Phase.BACKWARD), _pre(second, Phase.BACKWARD)]
 
 

@@ -44,6 +44,11 @@ class Plan:
         )
 
     @property
+    def recomputes(self) -> bool:
+        """Whether layers are run again (R) before their backward."""
+        return any(node.phase is Phase.RECOMPUTE for node in computes_of(self.actions))
+
+    @property
     def max_unsharded_units(self) -> int | None:
         """The budget of layer units in force; None where weights are not sharded."""
         if self.sharding is None or not self.sharding.strategy.shards_params:
@@ -67,6 +72,8 @@ class Plan:
         if self.delayed:
             is_experts_alone = all(node is Node.MLP for node, _ in self.delayed)
             parts.append("experts' wgrad delayed" if is_experts_alone else "delayed wgrad")
+        if self.recomputes:
+            parts.append("recomputed")
         if self.sharding is not None:
             parts.append(str(self.sharding.strategy))
         if self.max_unsharded_units is not None:

@@ -18,7 +18,7 @@ from typing import Final
 from ep_overlap.plan.action import ROOT_UNIT, Action, Compute, Node, Phase
 from ep_overlap.plan.units import unit_read
 
-_ENTERS: Final = frozenset({(Phase.FORWARD, Node.ATTN), (Phase.BACKWARD, Node.MLP)})
+_ENTERS: Final = frozenset({(Phase.FORWARD, Node.ATTN), (Phase.RECOMPUTE, Node.ATTN)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,15 @@ class Window:
 def split_groups(order: Sequence[Action]) -> list[Group]:
     """Cut the order into groups: runs in which every pass enters its layer before any leaves it.
 
-    A pass enters a layer with the first node that reads its weights (attn.F, mlp.B) and leaves
-    with the second (mlp.F, attn.B). A new group starts at an entry that follows a leaving.
+    A pass enters a layer with the first node that reads its weights (attn.F, mlp.B; attn.R where
+    it is recomputed) and leaves with the last (mlp.F, attn.B). A new group starts at an entry that
+    follows a leaving.
     """
+    recomputed = {
+        (action.microbatch, action.layer)
+        for action in order
+        if isinstance(action, Compute) and action.phase is Phase.RECOMPUTE
+    }
     groups: list[Group] = []
     readers: list[tuple[int, str]] = []
     leaving = False
@@ -64,11 +70,15 @@ def split_groups(order: Sequence[Action]) -> list[Group]:
         unit = unit_read(action)
         if unit is None or unit == ROOT_UNIT or not isinstance(action, Compute):
             continue
-        enters = (action.phase, action.node) in _ENTERS
+        step = (action.phase, action.node)
+        is_again = (action.microbatch, action.layer) in recomputed
+        enters = step in _ENTERS or (step == (Phase.BACKWARD, Node.MLP) and not is_again)
         if enters and leaving:
             groups.append(Group(readers=tuple(readers)))
             readers = []
-        leaving = not enters
+        # Between mlp.R and mlp.B a recomputed pass stays.
+        stays = is_again and step in ((Phase.RECOMPUTE, Node.MLP), (Phase.BACKWARD, Node.MLP))
+        leaving = not enters and (leaving or not stays)
         readers.append((index, unit))
     if readers:
         groups.append(Group(readers=tuple(readers)))

@@ -41,6 +41,18 @@ class Carry(NamedTuple):
     """``[S, B, H]``: the shared experts' output, for layers that have some."""
 
 
+class RandomStates(Protocol):
+    """The generators that forwards draw from."""
+
+    def get(self) -> object:
+        """Where they stand."""
+        ...
+
+    def set(self, states: object) -> None:
+        """Put them where they stood."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Collective:
     """A collective that a node's forward issues.
@@ -135,6 +147,12 @@ class ModelParts[BatchT, StateT](Protocol):
     def draws_random(self) -> bool:
         """Whether forwards draw random numbers, as dropout does. Two forwards may not take turns
         then: each would draw numbers that are the other's on the standard path."""
+        ...
+
+    @property
+    def random_states(self) -> RandomStates | None:
+        """Of the generators that forwards draw from, for recompute to draw again what was drawn;
+        None where ``draws_random`` is False."""
         ...
 
     @property

@@ -43,7 +43,6 @@ class NodeState(Enum):
     """Its piece of graph is alive, and what it sent is held until its backward."""
 
 
-@final
 class HandOff:
     """One value on its way from the node that makes it to the one node that takes it."""
 
@@ -92,6 +91,27 @@ class HandOff:
 
 
 @final
+class LayerInput(HandOff):
+    """What a recomputed layer starts from, and all that is kept of its first forward.
+
+    The first forward sends it, without a graph. R reads it, and leaves the gradient here. Then the
+    layer below, recomputed in turn, sends it again, with the graph that its backward starts from.
+    """
+
+    __slots__ = ()
+
+    def send(self, bundle: Bundle) -> None:
+        """Keep the value, as one whose gradient is wanted; in evaluation no R will come for it."""
+        if not torch.is_grad_enabled():
+            return
+        (hidden,) = bundle
+        assert hidden is not None, "a layer's input"
+        if not hidden.requires_grad:
+            bundle = Hidden(hidden.detach().requires_grad_())
+        super().send(bundle)
+
+
+@final
 class LossEnd:
     """Where the last node's output goes: the loss, whose gradient is one."""
 
@@ -131,11 +151,13 @@ class NodeRun:
         function: takes the bundles of ``inlets``, returns those of ``outlets``, in order.
         inlets: what it receives.
         outlets: what it sends.
+        keeps_graph: False for the first forward of what is recomputed.
     """
 
     __slots__ = (
         "_function",
         "_inlets",
+        "_keeps_graph",
         "_outlets",
         "_state",
         "_used",
@@ -153,11 +175,13 @@ class NodeRun:
         *,
         inlets: Sequence[HandOff],
         outlets: Sequence[Outlet],
+        keeps_graph: bool = True,
     ) -> None:
         self.name = name
         self._function = function
         self._inlets = tuple(inlets)
         self._outlets = tuple(outlets)
+        self._keeps_graph = keeps_graph
         self._state = NodeState.IDLE
         self._used: Sequence[object] = ()
         self.keeps_used = False
@@ -184,12 +208,13 @@ class NodeRun:
         for hook in self.pre_forward_hooks:
             hook()
         # Grad mode is asked for once, not in each hand-off: this is the host's time for every node.
-        if torch.is_grad_enabled():
+        if self._keeps_graph and torch.is_grad_enabled():
             sent = self._function(*[inlet.receive() for inlet in self._inlets])
             self._state = NodeState.FORWARD_DONE
         else:
             received = [inlet.take() for inlet in self._inlets]
-            sent = self._function(*received)
+            with torch.no_grad():
+                sent = self._function(*received)
             if self.keeps_used:
                 self._used = received
         for outlet, bundle in zip(self._outlets, sent, strict=True):

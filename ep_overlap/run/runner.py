@@ -29,7 +29,8 @@ class Program:
     Args:
         plan: what to do.
         streams: of the comp and the comm lane.
-        nodes: all nodes of all microbatches.
+        nodes: all nodes of all microbatches; where layers are recomputed, those of F.
+        again: the nodes of R and B of layers that are recomputed; else empty.
         wgrads: all W nodes; empty where weight gradients are not delayed.
         units: by the plan's names; empty without sharding.
         runs_after_launch: whether work runs after it was launched, as on CUDA: then ``SYNC``
@@ -43,6 +44,7 @@ class Program:
         *,
         streams: Mapping[Lane, Stream],
         nodes: Mapping[NodeKey, NodeRun],
+        again: Mapping[NodeKey, NodeRun],
         wgrads: Mapping[NodeKey, WgradRun],
         units: Mapping[str, UnitLifecycle],
         runs_after_launch: bool,
@@ -54,6 +56,7 @@ class Program:
                 action,
                 streams=streams,
                 nodes=nodes,
+                again=again,
                 wgrads=wgrads,
                 units=units,
                 record=index in awaited,
@@ -64,8 +67,8 @@ class Program:
         self._steps = tuple(zip(launches, plan.waits, strict=True))
         self._drops: Mapping[int, Sequence[Drop]] = {}
         if runs_after_launch:
-            self._drops = _drops(plan, nodes, wgrads, units)
-            for node in nodes.values():
+            self._drops = _drops(plan, nodes, again, wgrads, units)
+            for node in (*nodes.values(), *again.values()):
                 node.keeps_used = True
             for wgrad in wgrads.values():
                 wgrad.queue.keeps_used = True
@@ -88,6 +91,7 @@ class Program:
         *,
         streams: Mapping[Lane, Stream],
         nodes: Mapping[NodeKey, NodeRun],
+        again: Mapping[NodeKey, NodeRun],
         wgrads: Mapping[NodeKey, WgradRun],
         units: Mapping[str, UnitLifecycle],
         record: bool,
@@ -101,11 +105,11 @@ class Program:
                     case Phase.FORWARD:
                         work = nodes[key].forward
                     case Phase.BACKWARD:
-                        work = nodes[key].backward
+                        work = _node_of(action, nodes, again).backward
                     case Phase.WGRAD:
                         work = wgrads[key].run
                     case Phase.RECOMPUTE:
-                        raise AssertionError(f"{action}: recompute is not built yet")
+                        work = again[key].forward
                 return _launch_on(streams[action.lane], work, word=word, record=record)
             case UnitAction():
                 unit = units[action.unit]
@@ -119,9 +123,18 @@ class Program:
                 return _wait_on_host if host_waits_for_sizes else _nothing_to_wait_for
 
 
+def _node_of(
+    action: Compute, nodes: Mapping[NodeKey, NodeRun], again: Mapping[NodeKey, NodeRun]
+) -> NodeRun:
+    """The node of F, or where layers are recomputed that of R and B."""
+    key = (action.microbatch, action.node, action.layer)
+    return again[key] if key in again and action.phase is not Phase.FORWARD else nodes[key]
+
+
 def _drops(
     plan: Plan,
     nodes: Mapping[NodeKey, NodeRun],
+    again: Mapping[NodeKey, NodeRun],
     wgrads: Mapping[NodeKey, WgradRun],
     units: Mapping[str, UnitLifecycle],
 ) -> Mapping[int, Sequence[Drop]]:
@@ -134,7 +147,8 @@ def _drops(
         if isinstance(action, Compute):
             key = (action.microbatch, action.node, action.layer)
             is_wgrad = action.phase is Phase.WGRAD
-            drop = wgrads[key].queue.drop_used if is_wgrad else nodes[key].drop_used
+            node = wgrads[key].queue if is_wgrad else _node_of(action, nodes, again)
+            drop = node.drop_used
         elif isinstance(action, UnitAction):
             drop = units[action.unit].drop_reduced
         else:
