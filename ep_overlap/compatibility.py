@@ -89,7 +89,7 @@ THEIR_REFUSALS: Final = (
     Row(
         what="activation recompute, full",
         theirs=REFUSED,
-        remark="ask for it here: `OverlapConfig(recompute_granularity='full')`",
+        remark="ask for it here: `ForwardBackward(recompute_granularity='full')`, or `OverlapConfig`",
         config={"recompute_granularity": "full"},
     ),
     Row(

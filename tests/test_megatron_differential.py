@@ -60,6 +60,8 @@ class Case:
     before it adds them to what is there; the standard path sees no steps."""
     delay: bool = False
     """Ours."""
+    recompute: bool = False
+    """Each layer whole, on both sides: by megatron-core itself, and as a phase of ours."""
 
     @property
     def num_steps(self) -> int:
@@ -85,16 +87,16 @@ def differences(cases: Sequence[Case], *, combined: bool = False) -> dict[Case, 
     """
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    from ep_overlap.models.megatron import get_forward_backward_func
+    from ep_overlap.models.megatron import ForwardBackward
     from ep_overlap.models.megatron_cpu import megatron_on_cpu, megatron_schedule_on_cpu
 
     groups, meshes = Groups.new(), support.Groups()
-    ours = get_forward_backward_func()
     found: dict[Case, set[str]] = {}
     with megatron_schedule_on_cpu() if combined else megatron_on_cpu():
         for case in cases:
             theirs = forward_backward_no_pipelining
             expected = left_by(theirs, case, groups, meshes, overlap=combined)
+            ours = ForwardBackward(recompute_granularity="full" if case.recompute else None)
             got = left_by(ours, case, groups, meshes, overlap=True, delay=case.delay)
             assert [len(step) for step in expected.logged] == [case.microbatches] * case.num_steps
             found[case] = set(unequal(got, expected))
@@ -126,6 +128,10 @@ def left_by(
             model.config.no_sync_func = partial(microbatch, model, is_last=False)
         model.config.overlap_moe_expert_parallel_comm = overlap
         model.config.delay_wgrad_compute = delay
+        if case.recompute and not overlap:
+            model.config.recompute_granularity = "full"
+            model.config.recompute_method = "uniform"
+            model.config.recompute_num_layers = 1
         return script(
             function,
             model,
@@ -166,6 +172,19 @@ def test_megatrons_two_schedules_differ_where_ours_differs_from_one(
         set[str]().union(*(names for each in found for names in each.values()))
         == (OWN_OF_COMBINED[feature])
     )
+
+
+def test_recomputed_layers_equal_those_that_megatron_recomputes(ranks2: RankPool) -> None:
+    chosen = [
+        Case(feature=feature, dtype=dtype, microbatches=number, delay=delay, recompute=True)
+        for feature in ("plain", "shared experts", "dropout", "dense first")
+        for dtype, number, delay in (
+            (DTYPES[0], 1, False),
+            (DTYPES[0], 4, True),
+            (DTYPES[1], 2, False),
+        )
+    ]
+    assert ranks2.run(differences, chosen) == [{}, {}]
 
 
 def last_norm_of_combined() -> list[bool]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final, cast, final
+from typing import Any, Final, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,8 @@ class ForwardBackward:
     Args:
         order: see ``OverlapConfig``.
         max_unsharded_units: see ``OverlapConfig``.
+        recompute_granularity: see ``OverlapConfig``; megatron-core's own config takes no ``"full"``
+            beside its overlap flag.
         lifecycle_of: for a sharding core of one's own.
     """
 
@@ -102,10 +104,12 @@ class ForwardBackward:
         *,
         order: OrderName | str | None = None,
         max_unsharded_units: int | None = None,
+        recompute_granularity: Literal["full"] | None = None,
         lifecycle_of: LifecycleOf | None = None,
     ) -> None:
         self._order = order
         self._max_unsharded_units = max_unsharded_units
+        self._recompute_granularity: Literal["full"] | None = recompute_granularity
         self._lifecycle_of = lifecycle_of or _lifecycle_of
         self._built: dict[nn.Module, _Built] = {}
 
@@ -208,6 +212,7 @@ class ForwardBackward:
                     order=self._order,
                     delay_wgrad=config.delay_wgrad_compute,
                     max_unsharded_units=self._max_unsharded_units,
+                    recompute_granularity=self._recompute_granularity,
                     divide_loss=False,
                 ),
                 lifecycle=model.lifecycle,
