@@ -89,7 +89,7 @@ THEIR_REFUSALS: Final = (
     Row(
         what="activation recompute, full",
         theirs=REFUSED,
-        remark="ask for it here: `ForwardBackward(recompute_granularity='full')`, or `OverlapConfig`",
+        remark="ask for it here: `ForwardBackward(recompute_granularity='full')`",
         config={"recompute_granularity": "full"},
     ),
     Row(
