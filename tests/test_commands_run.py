@@ -140,3 +140,14 @@ def test_a_missing_megatron_core_is_told_before_ranks_start(
     assert main(["train", "--model", "megatron"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "pip install 'ep-overlap[megatron]'" in line
+
+
+@pytest.mark.parametrize("flags", ["--data {f} --json {f}", "--trace {f} --json {f}"])
+def test_a_file_of_two_flags_is_refused_and_left_as_it_is(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "text"
+    file.write_text("a" * 4096)
+    assert main(["train", "--model", "reference", *flags.format(f=file).split()]) == 2
+    assert "too; expected one of its own" in capsys.readouterr().err
+    assert file.read_text() == "a" * 4096

@@ -78,6 +78,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
     """Why the arguments cannot work; the first is what a user should be told."""
     yield from _bad_counts(args)
     yield from _bad_outputs(args)
+    yield from _same_files(args)
     match args:
         case TrainArguments():
             yield from _bad_model(args)
@@ -231,6 +232,20 @@ def _bad_counts(args: Arguments) -> Iterator[str]:
         value = values.get(name)
         if isinstance(value, int) and value < 1:
             yield f"{_spelled(name)}: expected 1 or more, got {value}"
+
+
+def _same_files(args: Arguments) -> Iterator[str]:
+    """A file that is written is none that is read, nor written by another flag."""
+    seen: dict[Path, str] = {}
+    given = vars(args)
+    for name in ("data", "order", "load", "trace", "json"):  # those that are read first
+        value = given.get(name)
+        if not isinstance(value, str | Path):
+            continue
+        path = Path(value).resolve()
+        if name in ("trace", "json") and path in seen:
+            yield f"--{name} {value}: the file of {seen[path]}, too; expected one of its own"
+        seen[path] = f"--{name}"
 
 
 def _bad_outputs(args: Arguments) -> Iterator[str]:
