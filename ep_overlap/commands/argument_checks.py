@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -242,7 +243,7 @@ def _same_files(args: Arguments) -> Iterator[str]:
         value = given.get(name)
         if not isinstance(value, str | Path):
             continue
-        path = Path(value).resolve()
+        path = Path(os.path.normpath(value))
         if name in ("trace", "json") and path in seen:
             yield f"--{name} {value}: the file of {seen[path]}, too; expected one of its own"
         seen[path] = f"--{name}"
