@@ -191,7 +191,7 @@ class _Item(NamedTuple):
 class _Shared:
     """What a stream and its worker share; the worker holds no reference to the stream itself."""
 
-    __slots__ = ("failure", "observer", "queue")
+    __slots__ = ("__weakref__", "failure", "observer", "queue")
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[_Item | None] = SimpleQueue()
@@ -201,7 +201,7 @@ class _Shared:
 
 @final
 class ThreadStream:
-    """A stream on CPU: one worker thread. It ends when the stream is garbage collected."""
+    """A stream on CPU: one worker thread. It ends with the stream, or with the interpreter."""
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
@@ -212,6 +212,7 @@ class ThreadStream:
         )
         thread.start()
         weakref.finalize(self, self._shared.queue.put, None)
+        weakref.finalize(self._shared, _end_at_exit, weakref.ref(self._shared), thread)
 
     def run(
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
@@ -251,6 +252,24 @@ def _nothing() -> None:
 
 
 _UNRECORDED: Final = completed("unrecorded work")
+
+
+_LAST_WORK_S: Final = 5.0
+"""How long the interpreter's exit waits for the work in hand: a collective may wait for a peer."""
+
+
+def _end_at_exit(alive: weakref.ref[_Shared], thread: threading.Thread) -> None:
+    """Let the worker finish the work in hand and skip the rest.
+
+    The interpreter ends a thread that it finds inside C++ by unwinding its stack, which torch's
+    frames answer by ``std::terminate``: a process that did all its work would die of SIGABRT.
+    """
+    shared = alive()
+    if shared is None:  # the worker has ended: not the interpreter's exit
+        return
+    shared.failure = shared.failure or RuntimeError("the interpreter ends")
+    shared.queue.put(None)
+    thread.join(_LAST_WORK_S)
 
 
 def _serve(lane: str, shared: _Shared) -> None:

@@ -1,6 +1,8 @@
 """Streams on CPU: order, failure, the issuer's modes, lifetimes, what an observer sees."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -305,6 +307,29 @@ class Payload:
 def perhaps_fail(payload: Payload, fails: bool) -> None:
     if fails:
         raise ValueError("x")
+
+
+def test_a_process_ends_in_order_while_a_stream_is_at_work() -> None:
+    program = """
+import threading
+import torch
+from fsdp_hooks.streams import ThreadStream
+
+stream, begun = ThreadStream("comp"), threading.Event()
+weight = torch.randn(1000, 1000, requires_grad=True)
+
+def work():
+    begun.set()
+    (weight @ weight).sum().backward()  # in C++, whose frames may not be unwound
+
+for _ in range(1000):
+    stream.run(work, word="work")
+begun.wait()
+"""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert time.perf_counter() - started < 20, "the work in hand ends, the rest is skipped"
 
 
 @pytest.mark.parametrize("fails", [False, True])
