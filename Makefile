@@ -1,5 +1,6 @@
 # make install   .venv with the package, megatron-core and the development tools
 # make test      the test suite
+# make test-gpu  what needs a GPU; PYTHON=... names a Python that has torch with CUDA
 # make lint      ruff and pyright
 # make demo      what the project does, on this machine
 # make clean     removes .venv and every cache
@@ -17,7 +18,7 @@ $(BIN)/ep-overlap timeline out/trace.json -o out/timeline.png
 $(BIN)/ep-overlap bench --json out/bench.json
 endef
 
-.PHONY: install test lint style types demo clean
+.PHONY: install test test-gpu lint style types demo clean
 
 install: $(STAMP)
 
@@ -32,6 +33,9 @@ $(STAMP): $(SETUP) scripts/find_python.sh
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-gpu:
+	$(or $(PYTHON),$(BIN)/python) -m pytest tests/gpu
 
 lint: style types
 

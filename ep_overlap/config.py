@@ -1,11 +1,12 @@
 """What a user may ask of a schedule, and what is refused by name."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+from ep_overlap.plan.lower import check_budget
 from ep_overlap.plan.order import OrderName
 
-PAIRED_FROM_MICROBATCHES = 2
+PAIRED_FROM_MICROBATCHES: Final = 2
 """From so many microbatches on, the paired order has two forwards to interleave."""
 
 
@@ -44,6 +45,7 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, got {self.num_microbatches}")
+        check_budget(self.max_unsharded_units)
         if self.order is not None and self.order_text is not None:
             raise ValueError("order and order_text exclude each other; give one of them")
         if self.order is not None and self.order not in list(OrderName):

@@ -12,6 +12,7 @@ stream, or a unit's life cycle -> group -> buffer -> collective.
 
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +29,15 @@ from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import unit_given, unit_read
+from ep_overlap.run.check_parts import check_parts
 from ep_overlap.run.layer import ModelParts
 from ep_overlap.run.node import NodeRun, forget_failed_backward
 from ep_overlap.run.recompute import wire_recomputed
 from ep_overlap.run.runner import Program
+from ep_overlap.run.slot import LossFn, MicrobatchSlot
 from ep_overlap.run.trace import HiddenShare, Meter, StepTrace
 from ep_overlap.run.wgrad import WgradRun
-from ep_overlap.run.wiring import LossFn, MicrobatchSlot, NodeKey, check_parts, wire, wire_wgrad
+from ep_overlap.run.wiring import NodeKey, wire, wire_wgrad
 from fsdp_hooks.lifecycle import (
     Driver,
     RootLifecycle,
@@ -114,6 +117,12 @@ class OverlapSchedule:
             for index in range(config.num_microbatches)
         ]
         self.plan: Final = self._build_plan(evaluate=False)
+        if config.max_unsharded_units is not None and self.plan.max_unsharded_units is None:
+            warnings.warn(
+                "max_unsharded_units has no effect: only a model sharded with optim_grads_params "
+                "gathers units; leave it out",
+                stacklevel=2,
+            )
         self._nodes: dict[NodeKey, NodeRun] = {}
         self._again: dict[NodeKey, NodeRun] = {}
         """Nodes of R and B, where layers are recomputed."""
@@ -132,7 +141,8 @@ class OverlapSchedule:
             )
             for slot in self._slots:
                 self._wgrads.update(wire_wgrad(slot, model, self.plan.delayed))
-        self._attach_hooks()
+        self._hook_readers()
+        self._hook_last_givers()
         self._training = self._bind(self.plan)
         self._evaluation: Program | None = None
         self._meter = meter
@@ -298,9 +308,9 @@ class OverlapSchedule:
             runs_after_launch=self._kind is StreamKind.CUDA,
         )
 
-    def _attach_hooks(self) -> None:
+    def _hook_readers(self) -> None:
         """Before each node that reads weights: whose gradients it makes, where it leaves them, and
-        the safety net. After each unit's last node of a microbatch: ``seal``."""
+        the safety net."""
         for key, node in (*self._nodes.items(), *self._again.items()):
             microbatch, kind, layer = key
             if kind is Node.FINISH:
@@ -310,15 +320,17 @@ class OverlapSchedule:
                 continue
             belongs = partial(self._lifecycle.pre_backward, microbatch)
             if self._wgrad is not None:
-                wgrad = self._wgrads.get(key)
-                queue = None if wgrad is None else wgrad.queue
+                queue = self._wgrads[key].queue if key in self._wgrads else None
                 node.pre_backward_hooks += (partial(self._wgrad.delay_into, queue),)
-                if wgrad is not None and self._again.get(key, node) is node:
-                    wgrad.pre_hooks += (belongs,)
             if name in self._units:
                 ensure = (self._units[name].ensure,) if self._units[name].releases else ()
                 node.pre_forward_hooks += ensure
                 node.pre_backward_hooks += (belongs, *ensure)
+        for (microbatch, _, _), wgrad in self._wgrads.items():
+            wgrad.pre_hooks += (partial(self._lifecycle.pre_backward, microbatch),)
+
+    def _hook_last_givers(self) -> None:
+        """After the last node of a microbatch that gives a unit gradients: ``seal``."""
         last_giver: dict[tuple[str, int], Compute] = {}
         last_microbatch: dict[str, int] = {}
         for action in computes_of(self.plan.actions):
@@ -333,7 +345,11 @@ class OverlapSchedule:
             if action.phase is Phase.WGRAD:
                 self._wgrads[key].post_hooks += (seal,)
             else:
-                self._again.get(key, self._nodes[key]).post_backward_hooks += (seal,)
+                self._with_backward(key).post_backward_hooks += (seal,)
+
+    def _with_backward(self, key: NodeKey) -> NodeRun:
+        """The node whose backward the plan runs: that of R where layers are recomputed."""
+        return self._again.get(key, self._nodes[key])
 
 
 def _refuse_turns(plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """An optimizer's part of a state dict: by parameter name, never by index.
 
-Hyperparameters are kept for each parameter too. ``shard_optimizer`` splits groups by mesh, so the
-groups of two layouts differ; names do not. (The keys are those of PyTorch's
+Hyperparameters are kept for each parameter too. A rank's groups hold the parameters of its own
+experts, so on other ranks their indices mean others; names do not. (The keys are those of PyTorch's
 ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``.)
 """
 

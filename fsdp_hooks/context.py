@@ -26,7 +26,11 @@ from fsdp_hooks.streams import CallerStream, StreamKind, default_kind, new_strea
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where a root's lanes and communicators come from; given to ``fully_shard`` of the root."""
+    """Where a root's lanes and communicators come from; given to ``fully_shard`` of the root.
+
+    Raises:
+        ValueError: ``prefetch_depth`` is negative.
+    """
 
     stream_kind: StreamKind | None = None
     """None: CUDA streams on CUDA, worker threads on CPU."""
@@ -37,6 +41,13 @@ class Runtime:
     max_unsharded_bytes: int | None = None
     """On the standard path nothing is gathered ahead that would bring the unsharded storage of all
     units above this. None: the depth alone bounds it."""
+
+    def __post_init__(self) -> None:
+        if self.prefetch_depth < 0:
+            raise ValueError(
+                f"prefetch_depth is {self.prefetch_depth}; expected at least 0, which gathers "
+                "nothing ahead"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

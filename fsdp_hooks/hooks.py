@@ -15,14 +15,12 @@ the root owns no trainable parameter (Megatron-LM pull request 5719).
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -31,6 +29,7 @@ from fsdp_hooks.prefetch import Call, Forward, Prefetch, Use
 from fsdp_hooks.root import FsdpRoot
 from fsdp_hooks.streams import Event
 from fsdp_hooks.unit import FsdpUnit
+from fsdp_hooks.unit_output import refusal_of, tensors_in
 
 MAX_REDUCTIONS_IN_FLIGHT: Final = 1
 """On the standard path: reductions issued and not waited for, while the next unit's gradients are
@@ -42,8 +41,8 @@ class _Running(NamedTuple):
 
     module: nn.Module
     use: Use
-    acts: bool
-    """Whether it gathered the unit: the outermost call within the unit does."""
+    is_outermost: bool
+    """Whether no other call within the same unit is around it: that one gathers and watches."""
 
 
 @final
@@ -187,9 +186,9 @@ class ModuleHooks:
             self._leave_past_units(backward)
         elif not self._running:
             self._begin_forward()
-        acts = all(running.use is not use for running in self._running)
-        self._running.append(_Running(module, use, acts))
-        if not acts:
+        is_outermost = all(running.use is not use for running in self._running)
+        self._running.append(_Running(module, use, is_outermost))
+        if not is_outermost:
             return
         unit = use.unit
         use.count += 1
@@ -224,19 +223,19 @@ class ModuleHooks:
         self._forward = Forward()
 
     def _leave(self, inputs: object, output: object, *, raised: bool = False) -> None:
-        module, use, acts = self._running.pop()
-        if not acts:
+        module, use, is_outermost = self._running.pop()
+        if not is_outermost:
             return
         use.count -= 1
         in_backward = self._running_backward() is not None  # recomputation
-        is_outermost = not self._running and not in_backward
-        error = _refusal(use.unit, output) if use.unit.releases else None
+        ends_forward = not self._running and not in_backward
+        error = refusal_of(use.unit, output) if use.unit.releases else None
         if error is not None:
             inputs, output = (), None
-        elif is_outermost and not raised and module is self._root.root_unit.module:
+        elif ends_forward and not raised and module is self._root.root_unit.module:
             self._note_order()
         has_backward = torch.is_grad_enabled() and self._watch(use, inputs, output)
-        if is_outermost and not has_backward:
+        if ends_forward and not has_backward:
             self._root.end()
             if not (raised or torch.is_grad_enabled()):
                 self._uncompared.discard(False)
@@ -271,9 +270,9 @@ class ModuleHooks:
         Returns:
             Whether there will be a backward.
         """
-        given = [t for t in _tensors(inputs) if t.requires_grad]
+        given = [t for t in tensors_in(inputs) if t.requires_grad]
         # An input that is handed through gets its gradient after the unit's backward, not before.
-        made = [t for t in _tensors(output) if t.requires_grad and all(t is not g for g in given)]
+        made = [t for t in tensors_in(output) if t.requires_grad and all(t is not g for g in given)]
         if not made:
             return False
         call = Call(self._forward if self._backward is None else self._backward.recomputed)
@@ -424,41 +423,3 @@ class ModuleHooks:
         for use in self._uses.values():
             use.count = 0
             use.is_recomputed = False
-
-
-_ATOMS: Final = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-"""What holds no tensor."""
-
-
-def _tensors(value: object) -> Iterable[Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _refusal(unit: FsdpUnit, output: object) -> Exception | None:
-    """What is wrong with a unit's output: its backward, or a later reader, would read released
-    memory, which crashes the process."""
-    found = list(_tensors(output))
-    if not found and not isinstance(output, (*_ATOMS, Mapping, tuple, list)):
-        return TypeError(
-            f"unit {unit.name} returns a {type(output).__name__}, in which no tensor is seen; "
-            "expected tensors, or tuples, lists, mappings and dataclasses of them: the hook of "
-            "the unit's backward hangs on them. Return one of those"
-        )
-    if any(unit.holds(tensor) for tensor in found):
-        return RuntimeError(
-            f"unit {unit.name} returns one of its parameters or a view of it, which is released "
-            "when its forward ends; expected tensors of their own. Return a clone(), or move what "
-            "needs the parameter into the unit"
-        )
-    return None

@@ -100,17 +100,19 @@ def _next_shard_numel(shapes: Sequence[tuple[int, ...]], smallest: int) -> int:
     rows. With unlike rows a multiple of all of them is far off, and it takes less padding to make
     shards as long as the parameter.
     """
-    longest_first = sorted((s for s in shapes if prod(s) > 0), key=prod, reverse=True)
-    quantum, best = 1, None
-    for i in range(len(longest_first) + 1):
-        # The first i parameters may be longer than a shard, the others not.
-        longest = prod(longest_first[i]) if i < len(longest_first) else 0
-        size = -(-max(smallest, longest) // quantum) * quantum
-        best = size if best is None else min(best, size)
-        if i == len(longest_first) or longest <= smallest:
-            return best
-        quantum = lcm(quantum, prod(longest_first[i][1:]))
-    return smallest
+    quantum = 1
+    sizes: list[int] = []
+    for shape in sorted((s for s in shapes if prod(s) > 0), key=prod, reverse=True):
+        # Those before this parameter may be longer than a shard; it, and those behind it, may not.
+        sizes.append(_round_up(max(smallest, prod(shape)), quantum))
+        if prod(shape) <= smallest:
+            return min(sizes)
+        quantum = lcm(quantum, prod(shape[1:]))
+    return min([*sizes, _round_up(smallest, quantum)])  # all of them may be longer
+
+
+def _round_up(number: int, quantum: int) -> int:
+    return -(-number // quantum) * quantum
 
 
 def _place(

@@ -32,6 +32,7 @@ only that one. On CUDA both coincide on the host.
 The handles are those of Megatron-FSDP (M-LM pull request 3797), as methods with generic names.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -125,7 +126,11 @@ class UnitLifecycle(Protocol):
         ...
 
     def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
-        """Issue the reduction of the oldest sealed gradients on the RS lane."""
+        """Issue the reduction of the oldest sealed gradients on the RS lane.
+
+        Raises:
+            RuntimeError: nothing is sealed; in stream time, so the event brings it.
+        """
         ...
 
     def drop_reduced(self) -> None:
@@ -220,13 +225,13 @@ class RootLifecycle(Protocol):
         ...
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(nn.Module, ABC):
     """What ``fully_shard`` makes of a module's class. ``isinstance`` tells; nothing is probed."""
 
     @property
+    @abstractmethod
     def lifecycle(self) -> RootLifecycle:
         """The root that this module belongs to, built at first use with this module as root."""
-        raise NotImplementedError  # abstract: shard.py's class has it
 
 
 def lifecycle_of(module: nn.Module) -> RootLifecycle:
@@ -246,7 +251,6 @@ class NoSharding:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-
         self.grad_sink: GradSink = AutogradSink()
         self.postpones_end = False
 
@@ -275,7 +279,10 @@ class NoSharding:
         """There are no others."""
 
     def abort(self) -> None:
-        """Drop the gradients of the step that failed."""
+        """Drop the gradients of the step that failed.
+
+        With them go those that earlier steps left in ``.grad``: autograd adds to the same tensor.
+        """
         self._module.zero_grad(set_to_none=True)
 
 

@@ -47,6 +47,7 @@ class ParamGroup:
 
     Args:
         slots: the parameters, in registration order; same dtype, device and requires_grad.
+        unit_name: for errors, until ``name_unit`` knows the name from the root.
         mesh: of the ranks that share them.
         placements: of the strategy, over the inner ranks.
         outer: of the main weights, over the outer ranks.

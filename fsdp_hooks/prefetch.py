@@ -85,8 +85,8 @@ class Prefetch:
         uses: of all units, by name.
 
     Raises:
-        ValueError: the depth is negative, or the budget too small for one unit. (At the root's
-            build, which is its first use.)
+        ValueError: the budget is too small for one unit and those around it. (At the root's build,
+            which is its first use.)
     """
 
     def __init__(self, root: FsdpRoot, uses: Mapping[str, Use]) -> None:
@@ -99,7 +99,7 @@ class Prefetch:
         self._uses = uses
         self._gathered: dict[str, Use] = {}
         """At least those that are live: the end of a step releases without asking here."""
-        _check(root, self._bytes)
+        _check_budget(root, self._bytes)
 
     def gather(self, use: Use) -> None:
         """On demand: the caller's next work reads the parameters."""
@@ -160,20 +160,16 @@ def _unsharded_bytes(root: FsdpRoot) -> Mapping[str, int]:
     return {unit.name: size for unit, size in zip(root.units, sizes, strict=True)}
 
 
-def _check(root: FsdpRoot, unsharded_bytes: Mapping[str, int]) -> None:
-    context = root.context
-    if context.prefetch_depth < 0:
-        raise ValueError(
-            f"prefetch_depth is {context.prefetch_depth}; expected at least 0, which gathers "
-            "nothing ahead"
-        )
+def _check_budget(root: FsdpRoot, unsharded_bytes: Mapping[str, int]) -> None:
+    budget = root.context.max_unsharded_bytes
+    if budget is None:
+        return
     needed: dict[nn.Module, int] = {}
     for unit in root.units:
         for module in unit.module.modules():
             needed[module] = needed.get(module, 0) + unsharded_bytes[unit.name]
     largest = max(root.units, key=lambda unit: needed[unit.module])
-    budget = context.max_unsharded_bytes
-    if budget is not None and budget < needed[largest.module]:
+    if budget < needed[largest.module]:
         raise ValueError(
             f"max_unsharded_bytes is {budget}; expected at least {needed[largest.module]}: unit "
             f"{largest.name} and those around it, the root among them, are gathered at one time. "

@@ -135,8 +135,8 @@ def fully_shard[ModuleT: nn.Module](
     Raises:
         ValueError: a strategy is unknown, or has nothing to share out, a module is sharded twice,
             the mesh has more than two dimensions, or one where ``outer_strategy`` asks for two, or
-            a parameter cannot be sharded: a scalar, shared with another unit, sharing memory with
-            another tensor of the module.
+            a parameter cannot be sharded: a scalar, on another device than its mesh, shared with
+            another unit, sharing memory with another tensor of the module.
     """
     placements = placements_of(strategy)
     outer = outer_placement_of(outer_strategy)
@@ -147,13 +147,7 @@ def fully_shard[ModuleT: nn.Module](
         )
     if grad_divisor is not None and grad_divisor < 1:
         raise ValueError(f"grad_divisor is {grad_divisor}; expected at least 1")
-    if isinstance(module, ShardedModule):
-        raise ValueError(f"{_title(module)} is sharded already; call fully_shard once a module")
-    if any(isinstance(m, ManagedLayer) and m.wgrad is not None for m in module.modules()):
-        raise ValueError(
-            f"weight gradients of {_title(module)} are managed already, and would go past its "
-            "reductions; expected manage_wgrad after fully_shard. Call it last, on the whole model"
-        )
+    _check_module(module)
     mesh_of: MeshOf = (lambda name, param: mesh) if isinstance(mesh, DeviceMesh) else mesh
     own = (child for _, child in _outside_of_units(module, ""))
     materialize(own, _device_type(module, mesh), init_fn)
@@ -173,7 +167,8 @@ def fully_shard[ModuleT: nn.Module](
         group.relinquish(_title(module))
     hook_module_state(module, groups)
     cls = type(module)
-    module.__class__ = type(f"Sharded{cls.__name__}", (_Sharded, cls), {})
+    sharded = type(f"Sharded{cls.__name__}", (_Sharded, cls), {})
+    module.__class__ = cast("type[ModuleT]", sharded)
     recipe = _Recipe(
         strategy=strategy,
         groups=tuple(groups),
@@ -183,6 +178,16 @@ def fully_shard[ModuleT: nn.Module](
     )
     cast(_Sharded, module).fsdp_membership = _Membership(recipe=recipe)
     return module
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, ShardedModule):
+        raise ValueError(f"{_title(module)} is sharded already; call fully_shard once a module")
+    if any(isinstance(m, ManagedLayer) and m.wgrad is not None for m in module.modules()):
+        raise ValueError(
+            f"weight gradients of {_title(module)} are managed already, and would go past its "
+            "reductions; expected manage_wgrad after fully_shard. Call it last, on the whole model"
+        )
 
 
 def _own_parameters(module: nn.Module) -> list[ParamSlot]:
@@ -272,7 +277,15 @@ def _grouped(slots: Sequence[ParamSlot], mesh_of: MeshOf) -> dict[_GroupKey, lis
     groups: dict[_GroupKey, list[ParamSlot]] = {}
     for slot in slots:
         param = slot.param
-        key = (mesh_of(slot.name, param), param.dtype, param.device, param.requires_grad)
+        mesh = mesh_of(slot.name, param)
+        if param.device.type != mesh.device_type:
+            # DTensor would copy the rows to the mesh's device: an optimizer would train the copy.
+            raise ValueError(
+                f"parameter {slot.name} is on {param.device.type} and its mesh on "
+                f"{mesh.device_type}; expected one kind of device. Move the module first: "
+                f"module.to({mesh.device_type!r})"
+            )
+        key = (mesh, param.dtype, param.device, param.requires_grad)
         groups.setdefault(key, []).append(slot)
     return groups
 
@@ -306,6 +319,8 @@ def _build_root(module: _Sharded) -> None:
                 f"{_title(member)} is sharded with strategy {own!r}, {_title(module)} around it "
                 f"with {recipe.strategy!r}; use one strategy for all units"
             )
+        if member is not module:
+            _check_inner_recipe(member)
     groups = [group for member in members for group in member.fsdp_membership.recipe.groups]
     if not groups:
         raise ValueError(f"{_title(module)} has no parameters to shard")
@@ -316,8 +331,6 @@ def _build_root(module: _Sharded) -> None:
         reduces_each_microbatch=_reduces_each_microbatch(recipe),
         runtime=recipe.runtime or Runtime(),
     )
-    for member in members[1:]:
-        _check_inner_recipe(member)
     names = {m: name for name, m in module.named_modules()}
     units = [
         FsdpUnit(

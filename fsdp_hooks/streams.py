@@ -92,7 +92,12 @@ class Stream(Protocol):
     def run(
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Event:
-        """Issue work behind what was issued before and behind ``after``."""
+        """Issue work behind what was issued before and behind ``after``.
+
+        Raises:
+            BaseException: what the work raised, where issuing runs it (``INLINE``) or launches it
+                (``CUDA``). A worker thread's failure comes by the event, and ``synchronize``.
+        """
         ...
 
     def synchronize(self) -> BaseException | None:
@@ -116,6 +121,7 @@ class StreamKind(Enum):
     INLINE = "inline"
     """Work runs when it is issued, in the issuing thread: for tests of order."""
     CUDA = "cuda"
+    """A CUDA stream: work is launched when it is issued, and runs when the device comes to it."""
 
 
 def new_stream(kind: StreamKind, lane: str, *, device: torch.device, priority: int = 0) -> Stream:
@@ -340,21 +346,16 @@ class InlineStream:
             if event is not _UNRECORDED:  # work of an inline stream is done
                 event.wait()
         observer = self._observer
-        if observer is None:
-            try:
-                work()
-            except BaseException as error:
-                _blame(error, word)
-                raise
-            return _UNRECORDED
-        observer.on_issue(self.lane, word)
+        if observer is not None:
+            observer.on_issue(self.lane, word)
         start_ns = perf_counter_ns()
         try:
             work()
         except BaseException as error:
             _blame(error, word)
             raise
-        observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
+        if observer is not None:
+            observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
         return _UNRECORDED
 
     def synchronize(self) -> BaseException | None:

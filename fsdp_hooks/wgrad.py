@@ -145,19 +145,26 @@ class Wgrad:
         """In stream time: what the backwards from here on leave goes to ``queue``."""
         self.queue = queue
 
-    def take(self, contribution: "Contribution", leaf: Node) -> Tensor | None:
-        """Backward: make the gradient or queue it. Returns what autograd is to carry.
+    @property
+    def takes_gradients(self) -> bool:
+        """In stream time: whether gradients go by the sink; else autograd carries them."""
+        return self.queue is not None or self.is_fused
+
+    def take(self, layer: nn.Module, pending: Pending, leaf: Node) -> None:
+        """Backward, where autograd is not to carry it: make the gradient or queue it.
 
         ``leaf``: the weight's, which the backward may not be asked to reach.
         """
-        if self.queue is None and not self.is_fused:
-            return contribution.product()
         if _is_asked_for(leaf):
             if self.queue is not None:
-                self.queue.put(contribution.layer, contribution)
+                self.queue.put(layer, pending)
             else:
-                contribution.make()
-        return None
+                pending.make()
+
+
+def leaf_of(weight: nn.Parameter) -> Node:
+    """The end of the graph where the weight's gradient arrives."""
+    return torch.autograd.graph.get_gradient_edge(weight).node
 
 
 def _is_asked_for(leaf: Node) -> bool:
@@ -240,15 +247,22 @@ class Contribution(NamedTuple):
 
     def _write(self, into: Tensor, *, overwrite: bool) -> None:
         if self.num_rows is None:
-            _write_product(into, self.grad_output, self.activation, overwrite=overwrite)
+            write_product(into, self.grad_output, self.activation, overwrite=overwrite)
             return
         grads, rows = self.grad_output.split(self.num_rows), self.activation.split(self.num_rows)
         for expert, (grad, some_rows) in enumerate(zip(grads, rows, strict=True)):
-            _write_product(into[expert], grad, some_rows, overwrite=overwrite)
+            write_product(into[expert], grad, some_rows, overwrite=overwrite)
 
 
-def _write_product(into: Tensor, grad: Tensor, rows: Tensor, *, overwrite: bool) -> None:
-    """``into = grad^T rows``, or ``into += grad^T rows``; sums are formed in the wider dtype."""
+def write_product(into: Tensor, grad: Tensor, rows: Tensor, *, overwrite: bool) -> None:
+    """``into = grad^T rows``, or ``into += grad^T rows``; sums are formed in the wider dtype.
+
+    Args:
+        into: ``[out, in]``, or ``[E, out, in]``.
+        grad: ``[T, out]``, or ``[E, T, out]``.
+        rows: ``[T, in]``, or ``[E, T, in]``.
+        overwrite: whether what ``into`` holds is undefined.
+    """
     multiply, add = (torch.mm, torch.addmm) if into.dim() == 2 else (torch.bmm, torch.baddbmm)
     kwargs: dict[str, Any] = {}
     if into.dtype is not grad.dtype:
@@ -364,7 +378,10 @@ class _Linear(torch.autograd.Function):
             layer, wgrad = ctx.managed
             versions = (rows._version, grad._version)
             made_of = Contribution(layer, wgrad, ctx.weight, rows, grad, ctx.num_rows, versions)
-            grad_weight = wgrad.take(made_of, ctx.next_functions[1][0])
+            if wgrad.takes_gradients:
+                wgrad.take(layer, made_of, ctx.next_functions[1][0])
+            else:
+                grad_weight = made_of.product()
         return grad_rows, grad_weight, grad_bias, None, None
 
 

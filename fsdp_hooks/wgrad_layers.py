@@ -99,7 +99,6 @@ def manage_wgrad(
         _refuse_sharded_parts(module)
         if sink is None:  # else another sharding core's, which knows them
             _refuse_sharded_params(module)
-    _refuse_transformer_engine(module)
     layers = [m for m in module.modules() if isinstance(m, ManagedLayer)]
     managers = {id(m.wgrad): m.wgrad for m in layers if m.wgrad is not None}
     if len(managers) > 1:
@@ -115,7 +114,7 @@ def manage_wgrad(
             f"manage_wgrad(fuse={fuse}), but the model is managed with fuse={wgrad.is_fused}; "
             "leave fuse out, or build the model anew"
         )
-    types = {**_OWN_TYPES, **layer_types}
+    types = {**_OWN_TYPES, **_transformer_engine_types(module, wgrad), **layer_types}
     for candidate in module.modules():
         if not isinstance(candidate, ManagedLayer):
             _swap_class(candidate, types)
@@ -150,19 +149,23 @@ def _method(cls: type, name: str) -> object:
     return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
 
-def _refuse_transformer_engine(module: nn.Module) -> None:
-    """Its layers make weight gradients by kernels of their own; to leave them out would be to
-    ignore what was asked for. So do layers derived from them, as megatron-core's are. Its norms
-    and its attention, which have no matrices, are not refused."""
-    for name, part in module.named_modules():
-        packages = {base.__module__.partition(".")[0] for base in type(part).__mro__}
-        has_matrix = any(param.dim() > 1 for param in part.parameters(recurse=False))
-        if has_matrix and "transformer_engine" in packages:
-            raise ValueError(
-                f"{name or 'the model'} is Transformer Engine's {type(part).__name__}: its weight "
-                "gradients can be neither delayed nor fused yet. Build the model with local "
-                "layers, or leave both out"
-            )
+def _transformer_engine_types(module: nn.Module, wgrad: Wgrad) -> LayerTypes:
+    """Its layers' classes, where there are such layers. Its norms and its attention, which have no
+    matrices, go on as ever."""
+    found = [
+        (name or type(part).__name__, part)
+        for name, part in module.named_modules()
+        if any(base.__module__.startswith("transformer_engine.") for base in type(part).__mro__)
+        and any(param.dim() > 1 for param in part.parameters(recurse=False))
+    ]
+    if not found:
+        return {}
+    # Here, not above: it is there only where some layer is its own.
+    from fsdp_hooks.wgrad_transformer_engine import TRANSFORMER_ENGINE_LAYERS, refuse_unfit
+
+    for name, layer in found:
+        refuse_unfit(layer, name, is_fused=wgrad.is_fused)
+    return TRANSFORMER_ENGINE_LAYERS
 
 
 def _refuse_sharded_parts(module: nn.Module) -> None:

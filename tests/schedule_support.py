@@ -49,6 +49,9 @@ class Case:
     budget: int | None = None
     dtype: torch.dtype = torch.float32
     megatron: bool = False
+    transformer_engine: bool = False
+    """Megatron only: whose layers, else its own local ones; needs a GPU."""
+    device: str = "cpu"
     shared: bool = False
     """Megatron only: a shared expert in each MoE layer."""
     tied: bool = False
@@ -109,11 +112,11 @@ class Groups:
         """For a lane, or a mesh."""
         return self.once(f"{name} {ranks}", lambda: new_torch_group(ranks, name))
 
-    def mesh(self, ranks: list[int], *, is_hybrid: bool) -> DeviceMesh:
+    def mesh(self, ranks: list[int], *, is_hybrid: bool, device: str = "cpu") -> DeviceMesh:
         """One dimension; for hybrid sharding two: two outer ranks, or one if there is one rank."""
         if not is_hybrid:
             group = self.group(ranks, "mesh")
-            return self.once(f"device mesh {ranks}", lambda: DeviceMesh.from_group(group, "cpu"))
+            return self.once(f"device mesh {ranks}", lambda: DeviceMesh.from_group(group, device))
         num_inner = max(len(ranks) // 2, 1)
         grid = [ranks[i : i + num_inner] for i in range(0, len(ranks), num_inner)]
         (own,) = [row for row in grid if dist.get_rank() in row]
@@ -122,7 +125,7 @@ class Groups:
         return self.once(
             f"device mesh {grid}",
             lambda: DeviceMesh.from_group(
-                groups, "cpu", mesh=torch.tensor(grid), mesh_dim_names=("outer", "inner")
+                groups, device, mesh=torch.tensor(grid), mesh_dim_names=("outer", "inner")
             ),
         )
 
@@ -153,7 +156,8 @@ def reference(case: Case, groups: Groups | None = None) -> MoETransformer:
         moe_layer_freq=case.freq,
         dtype=case.dtype,
     )
-    model = MoETransformer(config, (groups or Groups()).experts(case.ep), seed=3)
+    experts = (groups or Groups()).experts(case.ep)
+    model = MoETransformer(config, experts, seed=3, device=case.device)
     if case.tied:
         model.output.weight = model.embedding.weight
     return model
@@ -173,17 +177,20 @@ def _megatron(case: Case, groups: Groups) -> Any:
         seq_length=SEQ_LENGTH,
         moe_layer_freq=case.freq,
         shared_expert_ffn_hidden_size=12 if case.shared else None,
+        transformer_impl="transformer_engine" if case.transformer_engine else "local",
         dtype=case.dtype,
     )
-    return GPTParts(build_gpt(sizes, groups.experts(case.ep), seed=3))
+    return GPTParts(build_gpt(sizes, groups.experts(case.ep), seed=3, device=case.device))
 
 
 def shard(parts: Any, case: Case, groups: Groups) -> None:
     """Ordinary parameters over all ranks, experts over the ranks that hold the same."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     is_hybrid = case.hybrid is not None
-    dense = groups.mesh(list(range(num_ranks)), is_hybrid=is_hybrid)
-    expert = groups.mesh(list(range(rank % case.ep, num_ranks, case.ep)), is_hybrid=is_hybrid)
+    device = torch.device(case.device).type
+    mesh = partial(groups.mesh, is_hybrid=is_hybrid, device=device)
+    dense = mesh(list(range(num_ranks)))
+    expert = mesh(list(range(rank % case.ep, num_ranks, case.ep)))
     experts = frozenset(parts.expert_parameters())
 
     def mesh_of(name: str, param: nn.Parameter) -> DeviceMesh:
@@ -217,8 +224,8 @@ def batches(parts: Any, case: Case, seed: int, *, rank: int | None = None) -> li
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     pairs = [
-        random_tokens(1000 * seed + 100 * rank + index, BATCH_SIZE, SEQ_LENGTH)
-        for index in range(case.microbatches)
+        [tokens.to(case.device) for tokens in random_tokens(seed_, BATCH_SIZE, SEQ_LENGTH)]
+        for seed_ in (1000 * seed + 100 * rank + index for index in range(case.microbatches))
     ]
     if case.megatron:
         return [parts.batch(*pair) for pair in pairs]

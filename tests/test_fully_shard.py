@@ -147,6 +147,8 @@ def refusals() -> dict[str, str]:
     once = fully_shard(nn.Linear(2, 2), mesh=mesh)
     note("twice", lambda: fully_shard(once, mesh=mesh))
     note("zero9", lambda: fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="zero9"))
+    cuda = DeviceMesh("cuda", [0, 1], _init_backend=False)
+    note("another device", lambda: fully_shard(nn.Linear(2, 2), mesh=cuda))
     cube = DeviceMesh("cpu", [[[0, 1]]])
     note("three dimensions", lambda: fully_shard(nn.Linear(2, 2), mesh=cube))
     for outer in ("optim", "grads"):
@@ -197,6 +199,7 @@ EXPECTED_REFUSALS = {
     "tied afterwards": "parameter head.weight of ModuleDict is a DTensor",
     "twice": "ShardedLinear is sharded already",
     "zero9": "unknown strategy 'zero9'",
+    "another device": "parameter weight is on cpu and its mesh on cuda; expected one kind",
     "three dimensions": "the mesh has 3 dimensions",
     "optim": "outer_strategy 'optim' has no outer ranks on a mesh of one dimension",
     "no_shard in optim": "use strategy 'optim' on a mesh of one dimension",

@@ -294,7 +294,7 @@ def mtp_on_the_exchange_lane() -> tuple[str, bool]:
     """The refusal of an MTP layer that uses the exchange lane's group; whether none does so."""
     from ep_overlap.models.megatron import GPTParts
     from ep_overlap.models.megatron_cpu import megatron_on_cpu
-    from ep_overlap.run.wiring import check_parts
+    from ep_overlap.run.check_parts import check_parts
 
     groups = Groups.new()
     with megatron_on_cpu():

@@ -21,8 +21,8 @@ from ep_overlap.models.reference import MoETransformer
 from ep_overlap.plan.action import Compute, LayerKind, Node, Phase
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.order import ModelShape
+from ep_overlap.run.check_parts import check_parts
 from ep_overlap.run.layer import Collective
-from ep_overlap.run.wiring import check_parts
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
 from fsdp_hooks import fully_shard
@@ -160,6 +160,7 @@ def test_a_step_without_gradients_is_refused() -> None:
     ("options", "message"),
     [
         ({"num_microbatches": 0}, "at least 1, got 0"),
+        ({"max_unsharded_units": 0}, "max_unsharded_units must be at least 1, got 0"),
         ({"order": "zigzag"}, "unknown order 'zigzag'; expected one of serial, plain, paired"),
         ({"order": "plain", "order_text": "0F.pre"}, "exclude each other"),
         ({"order": "plain", "overlap": False}, "needs overlap"),
@@ -169,6 +170,12 @@ def test_a_step_without_gradients_is_refused() -> None:
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OverlapConfig(**({"num_microbatches": 2} | options))
+
+
+def test_a_budget_of_units_for_a_model_that_gathers_none_is_told_to_have_no_effect() -> None:
+    case = Case(layers=2, budget=2)
+    with pytest.warns(UserWarning, match="max_unsharded_units has no effect"):
+        OverlapSchedule(support.build(case), case.config)
 
 
 def test_an_own_order_that_does_not_fit_the_model_is_refused_with_its_line() -> None:

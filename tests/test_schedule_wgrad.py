@@ -85,6 +85,16 @@ def late_wgrads(layers: int, microbatches: int, order: OrderName = OrderName.PAI
     return " ".join(map(str, late))
 
 
+def shared_wgrads_last() -> str:
+    """An order whose W nodes come behind all others, the second microbatch's first; and within the
+    first microbatch the shared experts' W first: what ran before it is of the other microbatch."""
+    shape = ModelShape(layers=(LayerKind.MOE_SHARED,) * 2)
+    nodes = computes_of(build_plan(shape=shape, num_microbatches=2, delay_wgrad=True).actions)
+    wgrads = [node for node in nodes if node.phase is Phase.WGRAD]
+    wgrads.sort(key=lambda node: (-node.microbatch, node.node is not Node.SHARED))
+    return " ".join(map(str, [*(n for n in nodes if n.phase is not Phase.WGRAD), *wgrads]))
+
+
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 BOTH: dict[str, Any] = {"delay": True, "fuse": True}
 MORE_ON_TWO = [
@@ -115,6 +125,9 @@ HYBRID = [
 MEGATRON = [
     Case(megatron=True, shared=True, strategy=RELEASED, order="plain", dispatch_over=True, ep=2),
     Case(megatron=True, shared=True, strategy="optim", order="serial", freq=2, ep=2, **BOTH),
+    Case(
+        megatron=True, shared=True, strategy=RELEASED, order_text=shared_wgrads_last(), delay=True
+    ),
 ]
 
 

@@ -27,37 +27,6 @@ def of_transformer_engine(name: str, base: type[nn.Module] = nn.Linear) -> type[
     return type(name, (base,), {"__module__": "transformer_engine.pytorch.module"})
 
 
-@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "GroupedLinear"])
-@pytest.mark.parametrize("fuse", [None, False, True])
-def test_a_layer_of_transformer_engine_is_refused_by_its_name_and_kind(
-    name: str, fuse: bool | None
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(of_transformer_engine(name)(4, 4)))
-    with pytest.raises(
-        ValueError, match=rf"^1\.0 is Transformer Engine's {name}: .* neither delayed nor fused yet"
-    ):
-        manage_wgrad(model, fuse=fuse)
-
-
-def test_a_layer_derived_from_one_of_transformer_engine_is_refused() -> None:
-    """As megatron-core's are: ``TELinear`` is of ``megatron.core.extensions``."""
-    derived = type(
-        "TELinear", (of_transformer_engine("Linear"),), {"__module__": "megatron.core.extensions"}
-    )
-    with pytest.raises(ValueError, match=r"^the model is Transformer Engine's TELinear: "):
-        manage_wgrad(derived(4, 4))
-
-
-def test_a_refused_model_is_left_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), of_transformer_engine("Linear")(4, 4))
-    classes = [type(part) for part in model.modules()]
-    with pytest.raises(ValueError, match="Transformer Engine"), delayed_wgrad(model):
-        pytest.fail("it was not refused")
-    assert [type(part) for part in model.modules()] == classes
-    model(torch.ones(2, 4)).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
 def test_a_norm_of_transformer_engine_beside_linear_layers_is_left_alone() -> None:
     norm = of_transformer_engine("LayerNorm", nn.LayerNorm)(4)
     model = nn.Sequential(norm, nn.Linear(4, 4))

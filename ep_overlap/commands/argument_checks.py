@@ -13,12 +13,14 @@ from typing import Final, cast
 from ep_overlap.commands.arguments import (
     Arguments,
     BenchArguments,
+    DeviceChoice,
     ModelFlags,
     ModelName,
     PlanArguments,
     RankFlags,
     TimelineArguments,
     TrainArguments,
+    TransformerImpl,
 )
 from ep_overlap.commands.checkpoint_record import (
     load_problems,
@@ -63,6 +65,8 @@ _EXPERT_SETTINGS: Final = (
     "moe_router_topk",
     "moe_layer_freq",
     "moe_shared_expert_intermediate_size",
+    "transformer_impl",
+    "bf16",
     "delay_wgrad_compute",
     "gradient_accumulation_fusion",
     "overlap_dispatch_backward_with_experts_wgrad",
@@ -70,6 +74,24 @@ _EXPERT_SETTINGS: Final = (
     "expert_model_parallel_size",
 )
 """What the dense model of ``bench --sharding`` has no use for."""
+
+_FUSION_SETTINGS: Final = (
+    "num_blocks",
+    "hidden_size",
+    "num_attention_heads",
+    "moe_ffn_hidden_size",
+    "seq_length",
+    "micro_batch_size",
+    "num_microbatches",
+    "seed",
+    "transformer_impl",
+    "bf16",
+    "device",
+    "rounds",
+    "lr",
+    "optimizer",
+)
+"""What ``bench --wgrad-fusion`` reads."""
 
 _OUTPUTS: Final = ("json", "trace", "output")
 """The fields that name a file to write."""
@@ -86,19 +108,26 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from _bad_shared_experts(args)
             yield from _bad_ranks(args, args.num_experts, environ)
             yield from _bad_setup(args)
+            yield from _bad_layers(args)
             yield from _bad_training(args, environ)
             if args.overlap_moe_expert_parallel_comm:
                 yield from _bad_plan(args)
         case BenchArguments():
             if args.link is not None:
                 yield from _bad_link(args.link)
+            if sum((args.sharding, args.wgrad_fusion, args.host_overhead)) > 1:
+                yield "--sharding, --wgrad-fusion and --host-overhead are measurements; choose one"
             if args.sharding:
                 yield from _bad_sharding(args, environ)
+            elif args.wgrad_fusion:
+                yield from _bad_heads(args)
+                yield from _bad_layers(args)
             else:
                 yield from _bad_model(args)
                 yield from _bad_shared_experts(args)
                 yield from _bad_ranks(args, args.num_experts, environ)
                 yield from _bad_setup(args)
+                yield from _bad_layers(args)
                 yield from _bad_budget(args)
         case PlanArguments():
             yield from _bad_budget(args)
@@ -126,6 +155,8 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from _unused_by_plan(args)
         case BenchArguments() if args.host_overhead:
             yield from _unused_by_host_overhead(args)
+        case BenchArguments() if args.wgrad_fusion:
+            yield from _unused_by_fusion(args)
         case BenchArguments() if args.sharding:
             yield from _unused_budget(args)
             yield from _unused_by_sharding(args)
@@ -183,10 +214,21 @@ def _unused_by_plan(args: PlanArguments) -> Iterator[str]:
 
 
 def _unused_by_host_overhead(args: BenchArguments) -> Iterator[str]:
+    for name in _given_beside(args, "host_overhead", "json"):
+        yield f"{_spelled(name)} has no effect with --host-overhead: its sizes are fixed"
+
+
+def _unused_by_fusion(args: BenchArguments) -> Iterator[str]:
+    for name in _given_beside(args, "wgrad_fusion", "json", *_FUSION_SETTINGS):
+        yield (
+            f"{_spelled(name)} has no effect with --wgrad-fusion: it trains a dense model, sharded "
+            "with optim_grads_params, on one rank"
+        )
+
+
+def _given_beside(args: BenchArguments, *used: str) -> Iterator[str]:
     given, default = vars(args), vars(BenchArguments())
-    for name in given:
-        if name not in ("host_overhead", "json") and given[name] != default[name]:
-            yield f"{_spelled(name)} has no effect with --host-overhead: its sizes are fixed"
+    return (name for name in given if name not in used and given[name] != default[name])
 
 
 def _unused_budget(args: TrainArguments | PlanArguments | BenchArguments) -> Iterator[str]:
@@ -218,9 +260,12 @@ def _unused_by_sharding(args: BenchArguments) -> Iterator[str]:
 
 def _unused_without_sharding(args: BenchArguments) -> Iterator[str]:
     given, default = vars(args), vars(BenchArguments())
-    for name in ("against", "num_blocks"):
+    for name, flags in (
+        ("against", "--sharding"),
+        ("num_blocks", "--sharding or --wgrad-fusion"),
+    ):
         if given[name] != default[name]:
-            yield f"{_spelled(name)} has no effect without --sharding"
+            yield f"{_spelled(name)} has no effect without {flags}"
 
 
 def _spelled(name: str) -> str:
@@ -314,6 +359,18 @@ def _bad_setup(args: TrainArguments | BenchArguments) -> Iterator[str]:
         )
 
 
+def _bad_layers(args: TrainArguments | BenchArguments) -> Iterator[str]:
+    if args.transformer_impl is not TransformerImpl.TRANSFORMER_ENGINE:
+        return
+    flag = "--transformer-impl transformer_engine"
+    if args.model is not ModelName.MEGATRON:
+        yield f"{flag} with --model {args.model}: expected --model megatron; or leave it out"
+    if args.device is DeviceChoice.CPU:
+        yield f"{flag} with --device cpu: its layers need a GPU; take --transformer-impl local"
+    if find_spec("transformer_engine") is None:
+        yield f"{flag}: Transformer Engine is not installed; pip install 'ep-overlap[te]'"
+
+
 def _bad_training(args: TrainArguments, environ: Mapping[str, str]) -> Iterator[str]:
     if not (math.isfinite(args.lr) and args.lr >= 0):
         yield f"--lr: expected a finite number, 0 or more, got {args.lr}"
@@ -388,8 +445,6 @@ def _bad_link(text: str) -> Iterator[str]:
 
 def _bad_sharding(args: BenchArguments, environ: Mapping[str, str]) -> Iterator[str]:
     yield from _bad_heads(args)
-    if args.host_overhead:
-        yield "--sharding and --host-overhead are two measurements; choose one"
     if args.num_ranks(environ) < 2:
         yield "--sharding with --nproc 1: expected 2 or more, since one rank has nothing to share"
     if args.link is not None and args.link.startswith("paced:"):

@@ -38,6 +38,13 @@ class DeviceChoice(StrEnum):
     CUDA = "cuda"
 
 
+class TransformerImpl(StrEnum):
+    """``--transformer-impl``."""
+
+    LOCAL = "local"
+    TRANSFORMER_ENGINE = "transformer_engine"
+
+
 class OptimizerName(StrEnum):
     """``--optimizer``."""
 
@@ -106,6 +113,10 @@ class RankFlags:
     model: ModelName = _flag(
         ModelName.MEGATRON, "megatron-core's GPTModel, or a small MoE of plain torch"
     )
+    transformer_impl: TransformerImpl = _flag(
+        TransformerImpl.LOCAL, "layers of --model megatron; transformer_engine needs a GPU"
+    )
+    bf16: bool = _flag(False, "compute in bfloat16; main weights and gradients stay float32")
     device: DeviceChoice = _flag(DeviceChoice.AUTO, "auto takes the GPUs when there are any")
     nproc: int = _flag(2, "ranks to start; under torchrun its world size holds instead")
     expert_model_parallel_size: int | None = _flag(
@@ -262,7 +273,10 @@ class BenchArguments(
     against: ShardingPeer | None = _flag(
         None, "what --sharding compares with: torch's fully_shard (default: fsdp2)"
     )
-    num_blocks: int = _flag(6, "with --sharding: transformer blocks, each a unit")
+    wgrad_fusion: bool = _flag(
+        False, "measure fused against separate weight gradients instead: a dense model, one rank"
+    )
+    num_blocks: int = _flag(6, "with --sharding or --wgrad-fusion: transformer blocks, each a unit")
     delay_wgrad_compute: bool = _flag(
         False, "time `delayed` too: the paired order with weight gradients made later"
     )

@@ -86,6 +86,8 @@ def recipe_of(args: TrainArguments | BenchArguments) -> Recipe:
         strategy=str(args.data_parallel_sharding_strategy),
         optimizer=args.optimizer,
         lr=args.lr,
+        transformer_impl=args.transformer_impl,
+        bf16=args.bf16,
         fuse_wgrad=args.gradient_accumulation_fusion,
         force_load_balancing=isinstance(args, BenchArguments)
         and args.moe_router_force_load_balancing,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ep_overlap.commands.arguments import ModelFlags, ModelName, OptimizerName
+from ep_overlap.commands.arguments import ModelFlags, ModelName, OptimizerName, TransformerImpl
 from ep_overlap.commands.data import VOCAB_SIZE
 from ep_overlap.commands.world import Meshes, World
 from ep_overlap.config import OverlapConfig
@@ -30,6 +30,7 @@ from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.context import Runtime
 from fsdp_hooks.lifecycle import RootLifecycle, lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
+from fsdp_hooks.precision import MixedPrecision
 from fsdp_hooks.shard import fully_shard
 from fsdp_hooks.wgrad_layers import delayed_wgrad, manage_wgrad
 
@@ -48,6 +49,9 @@ class Recipe:
     strategy: str
     optimizer: OptimizerName
     lr: float
+    transformer_impl: TransformerImpl = TransformerImpl.LOCAL
+    bf16: bool = False
+    """Compute in bfloat16; main weights, their gradients and the reductions are in float32."""
     fuse_wgrad: bool = False
     """Write weight gradients straight into the reduction's input."""
     force_load_balancing: bool = False
@@ -104,12 +108,14 @@ def build_trainee(recipe: Recipe, world: World, meshes: Meshes) -> Trainee:
     def mesh_of(name: str, param: nn.Parameter) -> Any:
         return meshes.expert if param in experts else meshes.dense
 
+    mp = MixedPrecision() if recipe.bf16 else None
     for layer in parts.layers:
-        fully_shard(layer.module, mesh=mesh_of, strategy=recipe.strategy)
+        fully_shard(layer.module, mesh=mesh_of, strategy=recipe.strategy, mp=mp)
     fully_shard(
         parts.module,
         mesh=mesh_of,
         strategy=recipe.strategy,
+        mp=mp,
         grad_divisor=world.size,
         runtime=Runtime(new_group=_SharingGroups(world)),
     )
@@ -162,6 +168,7 @@ def _build_parts(
     recipe: Recipe, groups: ExpertGroups, world: World
 ) -> tuple[PartsForTraining, LossFn, Callable[[Tensor, Tensor], Any]]:
     sizes = recipe.sizes
+    dtype = torch.bfloat16 if recipe.bf16 else torch.float32
     if recipe.model is ModelName.REFERENCE:
         from ep_overlap.models.reference import (
             Batch,
@@ -181,7 +188,7 @@ def _build_parts(
             vocab_size=VOCAB_SIZE,
             moe_layer_freq=sizes.moe_layer_freq,
             force_load_balancing=recipe.force_load_balancing,
-            dtype=torch.float32,
+            dtype=dtype,
         )
         model = MoETransformer(config, groups, seed=recipe.seed, device=world.device)
         return model, cross_entropy, lambda tokens, targets: Batch(tokens=tokens, targets=targets)
@@ -202,6 +209,8 @@ def _build_parts(
                 moe_layer_freq=sizes.moe_layer_freq,
                 shared_expert_ffn_hidden_size=sizes.moe_shared_expert_intermediate_size,
                 force_load_balancing=recipe.force_load_balancing,
+                transformer_impl=recipe.transformer_impl.value,
+                dtype=dtype,
             ),
             groups,
             seed=recipe.seed,

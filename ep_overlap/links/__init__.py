@@ -1,1 +1,1 @@
-"""Links between CPU ranks: process groups that measure, and on demand pace, every collective."""
+"""Links: process groups that measure, and pace, CPU ranks' collectives; worlds of one real rank."""

@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ep_overlap.links.speed import LinkSpeed, Wire, parse_rate
 from ep_overlap.links.times import CollectiveKind, CollectiveSpan
+from ep_overlap.links.wire_bytes import foreign_bytes, nbytes, passed_on_bytes, rooted_bytes
 
 __all__ = [
     "CollectiveKind",
@@ -60,18 +61,6 @@ class _LinkOptions:
     speed: LinkSpeed | None
     wire: Wire
     store: dist.Store
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _foreign_bytes(tensor: Tensor, splits: Sequence[int], rank: int, size: int) -> int:
-    """Bytes of ``tensor`` that belong to other ranks; ``splits`` along dim 0, empty when even."""
-    if len(splits) == 0:  # not "not splits": megatron-core passes numpy arrays
-        return tensor.nbytes * (size - 1) // size
-    rows = sum(splits)
-    return int(tensor.nbytes * (rows - splits[rank]) // rows) if rows else 0
 
 
 def _one_by_one[OptionsT](
@@ -131,8 +120,8 @@ class LinkGroup(dist.ProcessGroup):
     ) -> dist.Work:
         rank, size = self.rank(), self.size()
         wire_bytes = max(
-            _foreign_bytes(input, input_split_sizes, rank, size),
-            _foreign_bytes(output, output_split_sizes, rank, size),
+            foreign_bytes(input, input_split_sizes, rank, size),
+            foreign_bytes(output, output_split_sizes, rank, size),
         )
         return self._run(
             "all_to_all_single",
@@ -165,8 +154,8 @@ class LinkGroup(dist.ProcessGroup):
             return work
 
         wire_bytes = max(
-            _nbytes(input_tensors) - input_tensors[own].nbytes,
-            _nbytes(output_tensors) - output_tensors[own].nbytes,
+            nbytes(input_tensors) - input_tensors[own].nbytes,
+            nbytes(output_tensors) - output_tensors[own].nbytes,
         )
         return self._run("all_to_all", CollectiveKind.A2A, wire_bytes, move)
 
@@ -182,7 +171,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "all_gather",
             CollectiveKind.AG,
-            _nbytes(input_tensors) * (self.size() - 1),
+            nbytes(input_tensors) * (self.size() - 1),
             lambda: self._inner.allgather(output_tensors, input_tensors, opts),
         )
 
@@ -207,7 +196,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "all_gather_into_tensor_coalesced",
             CollectiveKind.AG,
-            _nbytes(inputs) * (self.size() - 1),
+            nbytes(inputs) * (self.size() - 1),
             lambda: _one_by_one(self._inner._allgather_base, outputs, inputs, opts),
         )
 
@@ -221,7 +210,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "gather",
             CollectiveKind.OTHER,
-            self._rooted_bytes(_nbytes(input_tensors), opts.rootRank),
+            rooted_bytes(nbytes(input_tensors), self.size(), is_root=self.rank() == opts.rootRank),
             lambda: self._inner.gather(output_tensors, input_tensors, opts),
         )
 
@@ -234,7 +223,7 @@ class LinkGroup(dist.ProcessGroup):
         input_tensors: Sequence[Sequence[Tensor]],
         opts: c10d.ReduceScatterOptions,
     ) -> dist.Work:
-        input_bytes = sum(_nbytes(tensors) for tensors in input_tensors)
+        input_bytes = sum(nbytes(tensors) for tensors in input_tensors)
         return self._run(
             "reduce_scatter",
             CollectiveKind.RS,
@@ -263,7 +252,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "reduce_scatter_tensor_coalesced",
             CollectiveKind.RS,
-            _nbytes(inputs) * (self.size() - 1) // self.size(),
+            nbytes(inputs) * (self.size() - 1) // self.size(),
             lambda: _one_by_one(self._inner._reduce_scatter_base, outputs, inputs, opts),
         )
 
@@ -272,7 +261,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "all_reduce",
             CollectiveKind.AR,
-            2 * _nbytes(tensors) * (self.size() - 1) // self.size(),
+            2 * nbytes(tensors) * (self.size() - 1) // self.size(),
             lambda: self._inner.allreduce(tensors, opts),
         )
 
@@ -283,7 +272,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "all_reduce_coalesced",
             CollectiveKind.AR,
-            2 * _nbytes(tensors) * (self.size() - 1) // self.size(),
+            2 * nbytes(tensors) * (self.size() - 1) // self.size(),
             lambda: self._inner.allreduce_coalesced(tensors, opts),
         )
 
@@ -292,7 +281,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "reduce",
             CollectiveKind.OTHER,
-            self._passed_on_bytes(_nbytes(tensors)),
+            passed_on_bytes(nbytes(tensors), self.size()),
             lambda: self._inner.reduce(tensors, opts),
         )
 
@@ -303,7 +292,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "broadcast",
             CollectiveKind.OTHER,
-            self._passed_on_bytes(_nbytes(tensors)),
+            passed_on_bytes(nbytes(tensors), self.size()),
             lambda: self._inner.broadcast(tensors, opts),
         )
 
@@ -317,7 +306,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._run(
             "scatter",
             CollectiveKind.OTHER,
-            self._rooted_bytes(_nbytes(output_tensors), opts.rootRank),
+            rooted_bytes(nbytes(output_tensors), self.size(), is_root=self.rank() == opts.rootRank),
             lambda: self._inner.scatter(output_tensors, input_tensors, opts),
         )
 
@@ -340,14 +329,6 @@ class LinkGroup(dist.ProcessGroup):
         return self._inner.recv_anysource(tensors, tag)
 
     # --- the one way in -------------------------------------------------------------------------
-
-    def _rooted_bytes(self, shard_bytes: int, root: int) -> int:
-        """The root moves a shard for every other rank, the others their own."""
-        return shard_bytes * (self.size() - 1) if self.rank() == root else shard_bytes
-
-    def _passed_on_bytes(self, tensor_bytes: int) -> int:
-        """In a pipelined ring each rank passes the whole tensor on once."""
-        return tensor_bytes if self.size() > 1 else 0
 
     def _run(
         self, op: str, kind: CollectiveKind, wire_bytes: int, issue: Callable[[], dist.Work]

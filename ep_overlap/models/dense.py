@@ -3,7 +3,7 @@
 Shape letters: B batch, S sequence, H hidden, F feed-forward, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,16 +34,16 @@ class DenseConfig:
 class DenseBlock(nn.Module):
     """Causal self-attention and an MLP, each with its norm and its residual."""
 
-    def __init__(self, config: DenseConfig) -> None:
+    def __init__(self, config: DenseConfig, linear: Callable[..., nn.Module] = nn.Linear) -> None:
         super().__init__()
         hidden_size, ffn_hidden_size = config.hidden_size, config.ffn_hidden_size
         self.num_heads = config.num_heads
         self.attention_norm = nn.RMSNorm(hidden_size)
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.qkv = linear(hidden_size, 3 * hidden_size, bias=False)
+        self.out = linear(hidden_size, hidden_size, bias=False)
         self.mlp_norm = nn.RMSNorm(hidden_size)
-        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.up = linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down = linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[B, S, H]`` to ``[B, S, H]``."""
@@ -59,15 +59,22 @@ class DenseBlock(nn.Module):
 
 
 class DenseTransformer(nn.Module):
-    """Embeddings, blocks and an output layer; the weights depend on the seed alone."""
+    """Embeddings, blocks and an output layer; the weights depend on the seed alone.
 
-    def __init__(self, config: DenseConfig, *, seed: int) -> None:
+    ``linear``: makes the layers of the blocks, called as ``nn.Linear``.
+    """
+
+    def __init__(
+        self, config: DenseConfig, *, seed: int, linear: Callable[..., nn.Module] = nn.Linear
+    ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
             self.positions = nn.Embedding(config.seq_length, config.hidden_size)
-            self.blocks = nn.ModuleList(DenseBlock(config) for _ in range(config.num_blocks))
+            self.blocks = nn.ModuleList(
+                DenseBlock(config, linear) for _ in range(config.num_blocks)
+            )
             self.final_norm = nn.RMSNorm(config.hidden_size)
             self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 

@@ -5,12 +5,13 @@ one rank, because sharding over data-parallel ranks is not the model's business 
 """
 
 import logging
+import re
 import warnings
 import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,9 @@ class MegatronSizes:
     force_load_balancing: bool = False
     """Route by random scores, for measuring: megatron-core's ``moe_router_force_load_balancing``.
     It draws from a generator of its process, so that two runs of one step differ."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Whose layers it is made of. Transformer Engine's need a GPU, and multiply a rank's experts
+    as a group."""
     swiglu: bool = True
     dtype: torch.dtype = torch.float32
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
@@ -106,9 +110,10 @@ def transformer_config(sizes: MegatronSizes, expert_parallel_size: int) -> Trans
         "bf16": sizes.dtype is torch.bfloat16,
         "params_dtype": sizes.dtype,
         # build_gpt draws the weights, on CPU, so that a seed means the same on every device.
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": sizes.transformer_impl == "local",
         "perform_initialization": False,
-        "transformer_impl": "local",
+        "transformer_impl": sizes.transformer_impl,
+        "moe_grouped_gemm": sizes.transformer_impl == "transformer_engine",
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -127,7 +132,8 @@ def build_gpt(
     everyone: ProcessGroup | None = None,
     tensor_parallel: ProcessGroup | None = None,
 ) -> GPTModel:
-    """Build the model with megatron-core's local layers, rotary positions and SequentialMLP.
+    """Build the model: megatron-core's local layers with SequentialMLP, or Transformer Engine's
+    with TEGroupedMLP.
 
     The weights depend on the seed alone, so the model is the same function whatever the
     expert-parallel size. The caller's random state stays as it is.
@@ -161,9 +167,11 @@ def build_gpt(
         )
     with _without_notes():
         config = transformer_config(sizes, groups.size)
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
-        complete_local_spec(spec, config)
-        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        uses_te = sizes.transformer_impl == "transformer_engine"
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, pp_rank=0)
+        if not uses_te:
+            complete_local_spec(spec, config)
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=uses_te)
         model = GPTModel(
             config,
             cast(ModuleSpec, spec),  # takes a block's spec as well as a layer's
@@ -212,22 +220,34 @@ def _initialise(model: GPTModel, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # a norm's weight, which stays 1
                 continue
-            torch.manual_seed(zlib.crc32(f"{seed}.{global_name(model, name)}".encode()))
-            if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-                config.output_layer_init_method(parameter)
-            else:
-                config.init_method(parameter)
+            whole_name = global_name(model, name)
+            torch.manual_seed(zlib.crc32(f"{seed}.{whole_name}".encode()))
+            is_output = whole_name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            drawn = torch.empty_like(parameter, device="cpu")
+            (config.output_layer_init_method if is_output else config.init_method)(drawn)
+            parameter.copy_(drawn)
+
+
+_SINGLE: Final = re.compile(
+    r"(?P<layer>.*)\.mlp\.experts\.local_experts\.(?P<index>\d+)\.(?P<rest>.*)"
+)
+_GROUPED: Final = re.compile(
+    r"(?P<layer>.*)\.mlp\.experts\.(?P<rest>linear_fc[12]\.(?:weight|bias))(?P<index>\d+)"
+)
 
 
 def global_name(model: GPTModel, name: str) -> str:
     """The parameter's name with its expert's index in the whole model instead of on this rank.
 
-    It is the parameter's name in the same model built without expert parallelism.
+    It is the parameter's name in the same model built without expert parallelism, of local layers:
+    a grouped layer's ``linear_fc1.weight3`` is ``linear_fc1.weight`` of its fourth expert.
     """
-    layer, *expert = name.split(".mlp.experts.local_experts.")
-    if not expert:
+    if (grouped := _GROUPED.match(name)) is not None:
+        layer, rest, local_index = grouped["layer"], grouped["rest"], grouped["index"]
+    elif (single := _SINGLE.match(name)) is not None:
+        layer, rest, local_index = single["layer"], single["rest"], single["index"]
+    else:
         return name
-    local_index, rest = expert[0].split(".", 1)
     moe = cast(TransformerLayer, model.get_submodule(layer)).mlp
     assert isinstance(moe, MoELayer), f"{layer} has experts"
     index = moe.local_expert_indices[int(local_index)]

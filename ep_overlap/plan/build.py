@@ -10,8 +10,6 @@ from ep_overlap.plan.lower import Sharding, add_sharding, add_sync
 from ep_overlap.plan.order import ModelShape, OrderName, combined_1f1b, forward_only, serial
 from ep_overlap.plan.plan import Plan
 
-__all__ = ["Plan", "build_plan", "parse_words", "plan_from_words"]
-
 _COMMENT: Final = "#"
 
 

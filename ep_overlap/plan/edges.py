@@ -141,8 +141,10 @@ def _needed_of(action: Compute) -> Sequence[Compute]:
             return (Compute(action.microbatch, Phase.FORWARD, Node.POST),)
         case Phase.BACKWARD if action.node is Node.FINISH:
             return (Compute(action.microbatch, Phase.RECOMPUTE, action.node, action.layer),)
+        case Phase.BACKWARD if action.layer is None:  # pre and post are not recomputed
+            return (Compute(action.microbatch, Phase.FORWARD, action.node),)
         case Phase.BACKWARD:
-            phases = [Phase.FORWARD, Phase.RECOMPUTE][: 1 if action.layer is None else 2]
+            phases = (Phase.FORWARD, Phase.RECOMPUTE)
             return [Compute(action.microbatch, p, action.node, action.layer) for p in phases]
 
 

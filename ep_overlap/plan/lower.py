@@ -64,11 +64,7 @@ class Sharding:
     """None: every microbatch where gradients are sharded, else once a step."""
 
     def __post_init__(self) -> None:
-        if self.max_unsharded_units is not None and self.max_unsharded_units < 1:
-            raise ValueError(
-                f"max_unsharded_units must be at least 1, got {self.max_unsharded_units}; "
-                "leave it out for the default"
-            )
+        check_budget(self.max_unsharded_units)
 
     @property
     def reduces_each_microbatch(self) -> bool:
@@ -82,6 +78,19 @@ class Sharding:
         if self.max_unsharded_units is not None:
             return self.max_unsharded_units
         return default_budget(split_groups(order))
+
+
+def check_budget(max_unsharded_units: int | None) -> None:
+    """What can be said of a budget before there is an order.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if max_unsharded_units is not None and max_unsharded_units < 1:
+        raise ValueError(
+            f"max_unsharded_units must be at least 1, got {max_unsharded_units}; leave it out for "
+            "the default"
+        )
 
 
 def add_sync(actions: Sequence[Action]) -> list[Action]:
@@ -158,7 +167,7 @@ def add_residency(actions: Sequence[Action], *, budget: int) -> list[Action]:
 def add_weight_sync(actions: Sequence[Action]) -> list[Action]:
     """Gather every unit once, ahead of its first reader, to stay: the optimizer has changed main
     weights since the last step."""
-    num_units = len({unit_read(action) for action in actions})
+    num_units = len({unit_read(action) for action in actions} - {None, ROOT_UNIT})
     return [
         action
         for action in add_residency(actions, budget=num_units)

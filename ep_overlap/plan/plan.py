@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from ep_overlap.plan.action import Action, Node, Phase, UnitAction, UnitOp
 from ep_overlap.plan.lower import Sharding
@@ -12,7 +13,7 @@ from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.residency import split_groups
 from ep_overlap.plan.units import unit_of
 
-_COMMENT_COLUMN = 20
+_COMMENT_COLUMN: Final = 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ One unit per layer, ``L0``, ``L1``, ..., and ``root`` for what ``pre`` and ``pos
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from ep_overlap.plan.action import ROOT_UNIT, Action, Compute, Node, Phase, UnitAction, UnitOp
@@ -41,13 +42,12 @@ def unit_given(action: Action) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """One REDUCE of the list, and what it reduces. All numbers are indices of actions."""
+    """One REDUCE of the list, and what it reduces. Both are indices of actions."""
 
     reduce: int
     unit: str
-    microbatches: tuple[int, ...]
-    """One, or all of the step when the unit reduces once a step."""
     contributions: tuple[int, ...]
+    """Of one microbatch, or of all where the unit reduces once a step."""
 
 
 def reductions(actions: Sequence[Action]) -> list[Reduction]:
@@ -67,15 +67,9 @@ def reductions(actions: Sequence[Action]) -> list[Reduction]:
             reduces.setdefault(action.unit, []).append(index)
     found: list[Reduction] = []
     for unit, places in reduces.items():
-        by_microbatch = sorted(given.get(unit, {}).items(), key=lambda item: item[1][-1])
-        shares = [by_microbatch] if len(places) == 1 else [[item] for item in by_microbatch]
+        shares = sorted(given.get(unit, {}).values(), key=lambda indices: indices[-1])
+        if len(places) == 1:
+            shares = [list(chain.from_iterable(shares))]
         for place, share in zip(places, shares, strict=False):  # check.py counts them
-            found.append(
-                Reduction(
-                    reduce=place,
-                    unit=unit,
-                    microbatches=tuple(microbatch for microbatch, _ in share),
-                    contributions=tuple(index for _, indices in share for index in indices),
-                )
-            )
+            found.append(Reduction(reduce=place, unit=unit, contributions=tuple(share)))
     return sorted(found, key=lambda reduction: reduction.reduce)

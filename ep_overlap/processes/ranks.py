@@ -81,6 +81,7 @@ class _Job:
     args: tuple[object, ...]
     store_path: str
     timeout_s: float
+    backend: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +125,7 @@ def _run_job(pickled: bytes, rank: int, num_ranks: int) -> bytes:
     try:
         job: _Job = pickle.loads(pickled)
         dist.init_process_group(
-            "gloo",
+            job.backend,
             store=dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
                 job.store_path, num_ranks
             ),
@@ -178,16 +179,18 @@ class _Rank:
 
 
 class RankPool:
-    """``num_ranks`` warm gloo ranks on this machine, started on the first run.
+    """``num_ranks`` warm ranks on this machine, started on the first run.
 
+    ``backend``: as of ``init_process_group``; ``cpu:gloo,cuda:nccl`` takes a GPU for each rank.
     Use it as a context manager, or call ``close``. Not for several threads at once.
     """
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, num_ranks: int, *, timeout_s: float = 60.0, backend: str = "gloo") -> None:
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
+        self.backend = backend
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._ranks: list[_Rank] = []
         self._num_stores = 0
@@ -223,6 +226,7 @@ class RankPool:
             args=args,
             store_path=f"{self._directory.name}/store{self._num_stores}",
             timeout_s=limit_s,
+            backend=self.backend,
         )
         try:
             pickled = pickle.dumps(job)

@@ -16,7 +16,7 @@ afterwards, so that F nodes of other microbatches draw as without recompute. As
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from typing import Any, NamedTuple, Self, cast, final
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from ep_overlap.run.layer import (
     Tokens,
 )
 from ep_overlap.run.node import Bundle, HandOff, Hidden, LayerInput, LossEnd, NodeRun
-from ep_overlap.run.wiring import MicrobatchSlot, NodeKey
+from ep_overlap.run.slot import MicrobatchSlot
+from ep_overlap.run.wiring import NodeKey, hidden_of
 
 
 def wire_recomputed(
@@ -69,6 +70,22 @@ class _Draws:
             self._states.set(stand)
 
 
+class _LayerHandOffs(NamedTuple):
+    """Between the nodes of one MoE layer, in F or in R."""
+
+    routed: HandOff
+    carried: HandOff
+    dispatched: HandOff
+    expert_output: HandOff
+    combined: HandOff
+
+    @classmethod
+    def new(cls, microbatch: int, layer: int) -> Self:
+        """All of them, empty, by the names of ``wiring.py``."""
+        names = ("attn", "carry", "dispatch", "mlp", "combine")
+        return cls(*(HandOff(f"{microbatch}.{name}.L{layer}") for name in names))
+
+
 @final
 class _Wiring:
     """Walks the model from pre to post. ``_below`` is what the layer below hands over in F, and
@@ -80,7 +97,7 @@ class _Wiring:
         self.first: dict[NodeKey, NodeRun] = {}
         self.again: dict[NodeKey, NodeRun] = {}
         self._below: list[HandOff] = [self._handoff("pre")]
-        self._finish: Callable[..., Tensor] = _hidden
+        self._finish: Callable[..., Tensor] = hidden_of
         self._input = LayerInput(f"{slot.index}.input.L0")
         self._pre()
         for index, layer in enumerate(parts.layers):
@@ -184,7 +201,7 @@ class _Wiring:
         self._attn(index, attn, [attended], [attended_again])
         self._add(Phase.FORWARD, Node.MLP, index, mlp, [attended], [output], keeps_graph=False)
         self._add(Phase.RECOMPUTE, Node.MLP, index, mlp_again, [attended_again], [self._input])
-        self._below, self._finish = [output], _hidden
+        self._below, self._finish = [output], hidden_of
 
     def _moe_layer(self, index: int, layer: MoELayerParts[Any]) -> None:
         slot = self._slot
@@ -211,27 +228,19 @@ class _Wiring:
         def finish_again(tokens: Hidden, carry: Carry) -> Sequence[Bundle]:
             return (Hidden(of_finish.again(layer.finish, slot.state, tokens.hidden, carry)),)
 
-        names = ("attn", "carry", "dispatch", "mlp", "combine")
-        sent, again = ([self._handoff(f"{name}.L{index}") for name in names] for _ in range(2))
-        self._attn(index, attn, sent[:2], again[:2])
+        sent, again = (_LayerHandOffs.new(slot.index, index) for _ in range(2))
+        self._attn(index, attn, [sent.routed, sent.carried], [again.routed, again.carried])
         for phase, handoffs, of_experts in (
             (Phase.FORWARD, sent, mlp),
             (Phase.RECOMPUTE, again, mlp_again),
         ):
-            routed, _, dispatched, outputs, combined = handoffs
             keeps = phase is Phase.RECOMPUTE
             for node, function, inlet, outlet in (
-                (Node.DISPATCH, dispatch, routed, dispatched),
-                (Node.MLP, of_experts, dispatched, outputs),
-                (Node.COMBINE, combine, outputs, combined),
+                (Node.DISPATCH, dispatch, handoffs.routed, handoffs.dispatched),
+                (Node.MLP, of_experts, handoffs.dispatched, handoffs.expert_output),
+                (Node.COMBINE, combine, handoffs.expert_output, handoffs.combined),
             ):
                 self._add(phase, node, index, function, [inlet], [outlet], keeps_graph=keeps)
-        _, carried_again, *_, combined_again = again
-        inlets = [combined_again, carried_again]
+        inlets = [again.combined, again.carried]
         self._add(Phase.RECOMPUTE, Node.FINISH, index, finish_again, inlets, [self._input])
-        self._below, self._finish = [sent[4], sent[1]], finish
-
-
-def _hidden(hidden: Hidden) -> Tensor:
-    """The ``finish`` of pre and of dense layers: there is nothing left to do."""
-    return hidden.hidden
+        self._below, self._finish = [sent.combined, sent.carried], finish

@@ -5,9 +5,10 @@ work, which events. A step is then one loop over tuples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Final, final
 
-from ep_overlap.plan.action import Compute, Lane, Phase, Sync, UnitAction, UnitOp
+from ep_overlap.plan.action import Action, Compute, Lane, Phase, Sync, UnitAction, UnitOp
 from ep_overlap.plan.lifetimes import release_points
 from ep_overlap.plan.plan import Plan
 from ep_overlap.run.node import NodeRun
@@ -50,24 +51,16 @@ class Program:
         runs_after_launch: bool,
     ) -> None:
         self.plan = plan
+        bound = _Bound(streams=streams, nodes=nodes, again=again, wgrads=wgrads, units=units)
         awaited = frozenset(index for waits in plan.waits for index in waits)
         launches = (
-            self._launch_of(
-                action,
-                streams=streams,
-                nodes=nodes,
-                again=again,
-                wgrads=wgrads,
-                units=units,
-                record=index in awaited,
-                host_waits_for_sizes=runs_after_launch,
-            )
+            bound.launch_of(action, record=index in awaited, host_waits_for_sizes=runs_after_launch)
             for index, action in enumerate(plan.actions)
         )
         self._steps = tuple(zip(launches, plan.waits, strict=True))
         self._drops: Mapping[int, Sequence[Drop]] = {}
         if runs_after_launch:
-            self._drops = _drops(plan, nodes, again, wgrads, units)
+            self._drops = _drops(plan, bound)
             for node in (*nodes.values(), *again.values()):
                 node.keeps_used = True
             for wgrad in wgrads.values():
@@ -85,34 +78,26 @@ class Program:
             for drop in self._drops.get(index, ()):
                 drop()
 
-    @staticmethod
-    def _launch_of(
-        action: Compute | UnitAction | Sync,
-        *,
-        streams: Mapping[Lane, Stream],
-        nodes: Mapping[NodeKey, NodeRun],
-        again: Mapping[NodeKey, NodeRun],
-        wgrads: Mapping[NodeKey, WgradRun],
-        units: Mapping[str, UnitLifecycle],
-        record: bool,
-        host_waits_for_sizes: bool,
-    ) -> Launch:
+
+@dataclass(frozen=True, kw_only=True)
+class _Bound:
+    """What carries a plan's actions out; the fields are ``Program``'s arguments."""
+
+    streams: Mapping[Lane, Stream]
+    nodes: Mapping[NodeKey, NodeRun]
+    again: Mapping[NodeKey, NodeRun]
+    wgrads: Mapping[NodeKey, WgradRun]
+    units: Mapping[str, UnitLifecycle]
+
+    def launch_of(self, action: Action, *, record: bool, host_waits_for_sizes: bool) -> Launch:
+        """How an action is issued. ``record``: whether another lane waits for it."""
         word = str(action)
         match action:
             case Compute():
-                key = (action.microbatch, action.node, action.layer)
-                match action.phase:
-                    case Phase.FORWARD:
-                        work = nodes[key].forward
-                    case Phase.BACKWARD:
-                        work = _node_of(action, nodes, again).backward
-                    case Phase.WGRAD:
-                        work = wgrads[key].run
-                    case Phase.RECOMPUTE:
-                        work = again[key].forward
-                return _launch_on(streams[action.lane], work, word=word, record=record)
+                stream = self.streams[action.lane]
+                return _launch_on(stream, self._work_of(action), word=word, record=record)
             case UnitAction():
-                unit = units[action.unit]
+                unit = self.units[action.unit]
                 issue = {
                     UnitOp.UNSHARD: unit.unshard,
                     UnitOp.RESHARD: unit.reshard,
@@ -122,38 +107,44 @@ class Program:
             case Sync():
                 return _wait_on_host if host_waits_for_sizes else _nothing_to_wait_for
 
+    def drop_of(self, action: Action) -> Drop | None:
+        """How an action lets go of what it read of another lane; None: it read nothing."""
+        match action:
+            case Compute(phase=Phase.WGRAD):
+                return self.wgrads[_key_of(action)].queue.drop_used
+            case Compute():
+                return self._node_of(action).drop_used
+            case UnitAction():
+                return self.units[action.unit].drop_reduced
+            case Sync():
+                return None
 
-def _node_of(
-    action: Compute, nodes: Mapping[NodeKey, NodeRun], again: Mapping[NodeKey, NodeRun]
-) -> NodeRun:
-    """The node of F, or where layers are recomputed that of R and B."""
-    key = (action.microbatch, action.node, action.layer)
-    return again[key] if key in again and action.phase is not Phase.FORWARD else nodes[key]
+    def _work_of(self, action: Compute) -> Work:
+        match action.phase:
+            case Phase.FORWARD | Phase.RECOMPUTE:
+                return self._node_of(action).forward
+            case Phase.BACKWARD:
+                return self._node_of(action).backward
+            case Phase.WGRAD:
+                return self.wgrads[_key_of(action)].run
+
+    def _node_of(self, action: Compute) -> NodeRun:
+        """The node of F, or where layers are recomputed that of R and B."""
+        key = _key_of(action)
+        is_again = key in self.again and action.phase is not Phase.FORWARD
+        return self.again[key] if is_again else self.nodes[key]
 
 
-def _drops(
-    plan: Plan,
-    nodes: Mapping[NodeKey, NodeRun],
-    again: Mapping[NodeKey, NodeRun],
-    wgrads: Mapping[NodeKey, WgradRun],
-    units: Mapping[str, UnitLifecycle],
-) -> Mapping[int, Sequence[Drop]]:
+def _key_of(action: Compute) -> NodeKey:
+    return action.microbatch, action.node, action.layer
+
+
+def _drops(plan: Plan, bound: _Bound) -> Mapping[int, Sequence[Drop]]:
     """For each action, what may let go of what it read once the action is issued."""
     found: dict[int, list[Drop]] = {}
-    for reader, point in enumerate(release_points(plan.actions)):
-        action = plan.actions[reader]
-        if point is None:
-            continue
-        if isinstance(action, Compute):
-            key = (action.microbatch, action.node, action.layer)
-            is_wgrad = action.phase is Phase.WGRAD
-            node = wgrads[key].queue if is_wgrad else _node_of(action, nodes, again)
-            drop = node.drop_used
-        elif isinstance(action, UnitAction):
-            drop = units[action.unit].drop_reduced
-        else:
-            continue
-        found.setdefault(point, []).append(drop)
+    for action, point in zip(plan.actions, release_points(plan.actions), strict=True):
+        if point is not None and (drop := bound.drop_of(action)) is not None:
+            found.setdefault(point, []).append(drop)
     return found
 
 
@@ -174,4 +165,4 @@ def _nothing_to_wait_for(after: Sequence[Event]) -> Event:
     return _DONE
 
 
-_DONE = completed("SYNC")
+_DONE: Final = completed("SYNC")

@@ -1,0 +1,59 @@
+"""What a model's parts must be for a schedule to run them; refused before anything runs."""
+
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase
+from ep_overlap.run.layer import ModelParts
+
+
+def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
+    """The kind of each layer.
+
+    Raises:
+        ValueError: a layer lacks one of its kind's nodes, or nodes of two lanes use one process
+            group: two lanes have no order between them, so ranks could issue in different orders
+            (and one gloo group used from two threads mixes their data).
+    """
+    kinds: list[LayerKind] = []
+    users: list[tuple[ProcessGroup, Compute]] = []
+    for index, layer in enumerate(parts.layers):
+        needed = [str(node) for node in NODES_OF[layer.kind]]
+        if layer.kind.has_experts:
+            needed.append("finish")
+        missing = [name for name in needed if not callable(_member(layer, name))]
+        if missing:
+            raise ValueError(
+                f"layer {index} ({type(layer).__name__}) is {layer.kind} but has no "
+                f"{', '.join(missing)}; expected the methods {', '.join(needed)}. Add what is "
+                "missing, or let its kind be another"
+            )
+        kinds.append(layer.kind)
+        for node in NODES_OF[layer.kind]:
+            user = Compute(0, Phase.FORWARD, node, index)
+            for collective in layer.collectives(node):
+                _check_lane(collective.group, user, users)
+    for node in (Node.PRE, Node.POST):
+        for collective in parts.collectives(node):
+            _check_lane(collective.group, Compute(0, Phase.FORWARD, node), users)
+    return tuple(kinds)
+
+
+def _check_lane(
+    group: ProcessGroup, user: Compute, users: list[tuple[ProcessGroup, Compute]]
+) -> None:
+    """Note who uses a group; refuse a second lane."""
+    first = next((before for known, before in users if known is group), None)
+    if first is None:
+        users.append((group, user))
+    elif first.lane is not user.lane:
+        raise ValueError(
+            f"{first} (lane {first.lane}) and {user} (lane {user.lane}) use one process group; "
+            "give each lane a group of its own over the same ranks"
+        )
+
+
+def _member(layer: object, name: str) -> object:
+    """Attribute by name, without running properties of other names."""
+    return next((vars(cls)[name] for cls in type(layer).__mro__ if name in vars(cls)), None)
