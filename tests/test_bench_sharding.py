@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 from ep_overlap.cli import main
 from ep_overlap.commands.argument_checks import remarks
-from ep_overlap.commands.arguments import BenchArguments, OptimizerName, ShardingPeer
+from ep_overlap.commands.arguments import BenchArguments, OptimizerName, Peer
 from ep_overlap.commands.bench_sharding import check_same_work
 from ep_overlap.commands.running import RunFailedError
 from ep_overlap.models.dense import DenseConfig, DenseTransformer
@@ -172,7 +172,7 @@ def test_settings_of_experts_are_said_to_have_no_effect() -> None:
     assert said == ["--num-layers", "--num-experts"]
     used = BenchArguments(
         sharding=True,
-        against=ShardingPeer.FSDP2,
+        against=Peer.FSDP2,
         num_blocks=3,
         optimizer=OptimizerName.SGD,
         data_parallel_sharding_strategy=Strategy.OPTIM_GRADS_PARAMS,

@@ -15,7 +15,7 @@ from ep_overlap.commands.arguments import (
     ModelName,
     OptimizerName,
     PlanArguments,
-    ShardingPeer,
+    Peer,
     TrainArguments,
     parse,
 )
@@ -234,7 +234,7 @@ def test_torchruns_world_size_holds_instead_of_nproc() -> None:
         ),
         (TrainArguments(order="plain"), f"--order has no effect without {OVERLAP}"),
         (PlanArguments(gradient_accumulation_fusion=True), "does not change a plan"),
-        (BenchArguments(against=ShardingPeer.FSDP2), "--against has no effect without --sharding"),
+        (BenchArguments(against=Peer.FSDP2), "--against has no effect without --sharding"),
         (BenchArguments(num_blocks=3), "--num-blocks has no effect without --sharding"),
     ],
 )

@@ -120,6 +120,9 @@ def _functional_collectives() -> list[CollectiveSpan]:
     assert funcol.all_reduce(rows, "sum", link).flatten().tolist() == [10, 12, 14, 16]
     swapped = funcol.all_to_all_single(rows, [2, 2], [2, 2], link)
     assert swapped.flatten().tolist() == [2 * rank, 2 * rank + 1, 2 * rank + 10, 2 * rank + 11]
+    with dist._coalescing_manager(group=link):
+        dist.all_gather_into_tensor(gathered, rows + 1, group=link)
+    assert gathered.flatten().tolist() == [1, 2, 3, 4, 11, 12, 13, 14]
     return link.log or []
 
 
@@ -130,6 +133,7 @@ def test_functional_collectives_reach_the_link_group(ranks2: RankPool) -> None:
             ("rs", 8),
             ("ar", 16),
             ("a2a", 8),
+            ("ag", 16),
         ]
 
 

@@ -259,6 +259,12 @@ def test_nobody_is_there_for_point_to_point(world8: EmulatedGroup) -> None:
         dist.recv(rows(1), 1)
 
 
+def test_a_collective_that_goes_past_the_group_raises(world8: EmulatedGroup) -> None:
+    with pytest.raises(RuntimeError, match="error_on_collective"):
+        # As C++ would: of this one torch lets Python override nothing for C++ callers.
+        dist.ProcessGroup._allgather_base(world8, torch.zeros(SIZE, 2), rows(1))
+
+
 def test_coalesced_and_functional_forms(world8: EmulatedGroup) -> None:
     part, whole = rows(1), torch.zeros(SIZE, 2)
     for device in (None, torch.device("cpu")):

@@ -16,6 +16,7 @@ from ep_overlap.plan.grid import grid
 from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, OrderName
 from ep_overlap.plan.plan import Plan
+from fsdp_hooks.placement import STRATEGIES, Placement
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,6 +45,15 @@ def test_no_microbatches_are_refused(order: OrderName, evaluate: bool) -> None:
 def test_a_budget_of_no_units_is_refused() -> None:
     with pytest.raises(ValueError, match="max_unsharded_units must be at least 1, got 0"):
         Sharding(strategy=Strategy.OPTIM_GRADS_PARAMS, max_unsharded_units=0)
+
+
+def test_a_plans_strategies_are_those_of_the_sharding_core() -> None:
+    # Told twice: a plan imports nothing of fsdp_hooks.
+    sharded = {
+        name: tuple(place is Placement.SHARD for place in (each.param, each.main, each.grad))
+        for name, each in STRATEGIES.items()
+    }
+    assert sharded == {s: (s.shards_params, s.shards_main, s.shards_grads) for s in Strategy}
 
 
 def test_an_order_file_gives_the_plan_of_the_same_order() -> None:

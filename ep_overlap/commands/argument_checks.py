@@ -16,6 +16,7 @@ from ep_overlap.commands.arguments import (
     DeviceChoice,
     ModelFlags,
     ModelName,
+    Peer,
     PlanArguments,
     RankFlags,
     TimelineArguments,
@@ -29,6 +30,7 @@ from ep_overlap.commands.checkpoint_record import (
     save_problems,
 )
 from ep_overlap.commands.plan_arguments import plan_of
+from ep_overlap.links.emulated_speed import parse_emulated_links
 from ep_overlap.links.speed import parse_rate
 from ep_overlap.plan.check import PlanError
 from ep_overlap.plan.lower import Strategy
@@ -54,6 +56,10 @@ _COUNTS: Final = (
     "max_unsharded_units",
     "train_iters",
     "rounds",
+    "emulate_world",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
 )
 """The fields that must be 1 or more where a command has them and they are given."""
 
@@ -93,6 +99,35 @@ _FUSION_SETTINGS: Final = (
 )
 """What ``bench --wgrad-fusion`` reads."""
 
+_MEGATRON_SETTINGS: Final = (
+    "emulate",
+    "emulate_world",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+)
+"""What of ``bench`` only ``--against megatron`` reads."""
+
+_MEGATRON_READS: Final = (
+    *_MEGATRON_SETTINGS,
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "moe_layer_freq",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "seq_length",
+    "micro_batch_size",
+    "num_microbatches",
+    "seed",
+    "transformer_impl",
+    "device",
+    "rounds",
+    "moe_router_force_load_balancing",
+)
+"""What it reads, all in all."""
+
 _OUTPUTS: Final = ("json", "trace", "output")
 """The fields that name a file to write."""
 
@@ -122,6 +157,10 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             elif args.wgrad_fusion:
                 yield from _bad_heads(args)
                 yield from _bad_layers(args)
+            elif args.against is Peer.MEGATRON:
+                yield from _bad_model(args)
+                yield from _bad_layers(args)
+                yield from _bad_emulation(args)
             else:
                 yield from _bad_model(args)
                 yield from _bad_shared_experts(args)
@@ -157,13 +196,18 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from _unused_by_host_overhead(args)
         case BenchArguments() if args.wgrad_fusion:
             yield from _unused_by_fusion(args)
+        case BenchArguments() if args.against is Peer.MEGATRON:
+            for name in _given_beside(args, "against", "json", *_MEGATRON_READS):
+                yield f"{_spelled(name)} has no effect with --against megatron"
         case BenchArguments() if args.sharding:
             yield from _unused_budget(args)
             yield from _unused_by_sharding(args)
+            yield from _unused_without_megatron(args)
         case BenchArguments():
             yield from _unused_budget(args)
             yield from _nothing_to_hide(args, environ)
             yield from _unused_without_sharding(args)
+            yield from _unused_without_megatron(args)
         case _:
             pass
 
@@ -266,6 +310,13 @@ def _unused_without_sharding(args: BenchArguments) -> Iterator[str]:
     ):
         if given[name] != default[name]:
             yield f"{_spelled(name)} has no effect without {flags}"
+
+
+def _unused_without_megatron(args: BenchArguments) -> Iterator[str]:
+    given, default = vars(args), vars(BenchArguments())
+    for name in _MEGATRON_SETTINGS:
+        if given[name] != default[name]:
+            yield f"{_spelled(name)} has no effect without --against megatron"
 
 
 def _spelled(name: str) -> str:
@@ -443,8 +494,24 @@ def _bad_link(text: str) -> Iterator[str]:
         yield f"--link {text!r}: {error}"
 
 
+def _bad_emulation(args: BenchArguments) -> Iterator[str]:
+    if args.model is not ModelName.MEGATRON:
+        yield f"--against megatron with --model {args.model}: it has no schedule of that model's"
+    if args.num_experts % args.emulate_world:
+        yield (
+            f"--num-experts {args.num_experts} is not divisible by --emulate-world "
+            f"{args.emulate_world}, the expert-parallel size"
+        )
+    try:
+        parse_emulated_links(args.emulate)
+    except ValueError as error:
+        yield str(error)
+
+
 def _bad_sharding(args: BenchArguments, environ: Mapping[str, str]) -> Iterator[str]:
     yield from _bad_heads(args)
+    if args.against is Peer.MEGATRON:
+        yield "--sharding --against megatron: expected --against fsdp2, or no --sharding"
     if args.num_ranks(environ) < 2:
         yield "--sharding with --nproc 1: expected 2 or more, since one rank has nothing to share"
     if args.link is not None and args.link.startswith("paced:"):

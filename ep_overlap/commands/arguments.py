@@ -52,10 +52,11 @@ class OptimizerName(StrEnum):
     SGD = "sgd"
 
 
-class ShardingPeer(StrEnum):
+class Peer(StrEnum):
     """``--against``."""
 
     FSDP2 = "fsdp2"
+    MEGATRON = "megatron"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +271,24 @@ class BenchArguments(
     sharding: bool = _flag(
         False, "measure sharding alone instead: a dense model, module hooks, optim_grads_params"
     )
-    against: ShardingPeer | None = _flag(
-        None, "what --sharding compares with: torch's fully_shard (default: fsdp2)"
+    against: Peer | None = _flag(
+        None,
+        "compare with fsdp2, torch's fully_shard (with --sharding: default), or with megatron, "
+        "megatron-core's own schedules, on emulated links",
     )
+    emulate: str = _flag(
+        "a2a=50GBps,dp=100GBps,latency=20us",
+        "links of --against megatron",
+        metavar="LINKS",
+    )
+    emulate_world: int = _flag(8, "ranks of the world of --against megatron; one of them runs")
+    num_query_groups: int | None = _flag(
+        None, "groups of keys and values; --against megatron (default: one for each head)"
+    )
+    kv_channels: int | None = _flag(
+        None, "width of a head; --against megatron (default: the residual's over the heads)"
+    )
+    vocab_size: int = _flag(256, "of --against megatron, whose text is bytes")
     wgrad_fusion: bool = _flag(
         False, "measure fused against separate weight gradients instead: a dense model, one rank"
     )

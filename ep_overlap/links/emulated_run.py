@@ -160,7 +160,7 @@ class CudaLane:
         if item.is_async:
             # What the caller has issued so far writes the inputs, and may still read the outputs.
             self._ready.record(caller)
-            pass
+            stream.wait_event(self._ready)
         if self._last_done is not None and self._last_stream != handle:
             # A communicator's collectives run in the order of issue.
             stream.wait_event(self._last_done)

@@ -191,13 +191,15 @@ class LinkGroup(dist.ProcessGroup):
         self,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        opts: c10d.AllgatherOptions,
+        opts: c10d.AllgatherOptions | None = None,
     ) -> dist.Work:
+        """Torch's coalescing manager gives no options."""
+        options = opts or c10d.AllgatherOptions()
         return self._run(
             "all_gather_into_tensor_coalesced",
             CollectiveKind.AG,
             nbytes(inputs) * (self.size() - 1),
-            lambda: _one_by_one(self._inner._allgather_base, outputs, inputs, opts),
+            lambda: _one_by_one(self._inner._allgather_base, outputs, inputs, options),
         )
 
     @override

@@ -1,0 +1,364 @@
+"""``ep-overlap bench --against megatron``: megatron-core's own schedules and ours, alternating.
+
+The same GPTModel, sizes, data and links through megatron-core's ``forward_backward_no_pipelining``
+(its standard path, its combined 1F1B, and that with delayed weight gradients) and through ours, by
+the drop-in with one unchanged ``forward_step_func``. Each variant has a model of its own.
+
+It is one rank, on one device, of an emulated world: exchanges copy their bytes locally and then
+hold their stream for latency and bytes over rate. ``compute alone`` is megatron-core's standard
+path on links that take no time; what a variant takes more than that is what its exchanges cost::
+
+    hidden = 1 - (step - compute alone) / (time that the links take)
+
+A sample is a step that is not timed, from an empty cache, and one that is: so no variant runs in
+memory that another has cut up.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from ep_overlap.commands.arguments import BenchArguments, TransformerImpl
+from ep_overlap.commands.data import ByteBatches, load_bytes
+from ep_overlap.commands.results import write_json
+from ep_overlap.commands.running import quiet_import, running
+from ep_overlap.commands.world import choose_device
+from ep_overlap.links.emulated import register_emulated_backend
+from ep_overlap.links.emulated_speed import EmulatedLinks, parse_emulated_links
+from ep_overlap.links.emulation import Emulation
+from ep_overlap.links.times import CollectiveKind
+
+NUM_WARMUP_ROUNDS: Final = 1
+COMPUTE: Final = "compute alone"
+_GIB: Final = 2**30
+
+Microbatch = tuple[Tensor, Tensor]
+"""Tokens and labels, int64 ``[B, S]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """One way to run a step."""
+
+    name: str
+    order: str | None = None
+    """Of ours; None: megatron-core's own function."""
+    overlap: bool = True
+    delay: bool = False
+    has_links: bool = True
+
+
+KINDS: Final = (
+    _Kind(name=COMPUTE, overlap=False, has_links=False),
+    _Kind(name="megatron standard", overlap=False),
+    _Kind(name="megatron combined"),
+    _Kind(name="megatron combined, delayed", delay=True),
+    _Kind(name="ours plain, delayed", order="plain", delay=True),
+    _Kind(name="ours paired", order="paired"),
+    _Kind(name="ours paired, delayed", order="paired", delay=True),
+)
+"""Delayed weight gradients need Transformer Engine's layers in megatron-core: elsewhere its own
+setting is accepted and does nothing, so there it is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    step_time_s: float
+    host_s: float
+    """Until all was issued."""
+    peak_bytes: int
+    """The most that was allocated over what was there without the step."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    kind: _Kind
+    step: Callable[[Sequence[Microbatch]], None]
+    samples: list[_Sample] = field(default_factory=list)
+
+
+def run(args: BenchArguments) -> int:
+    """Run it in this process. Returns the exit status.
+
+    Raises:
+        ValueError: ``--device cuda`` without a GPU; megatron-core is not installed; ``--emulate``
+            does not parse.
+    """
+    device = choose_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    emulation = Emulation(parse_emulated_links(args.emulate))
+    register_emulated_backend()
+    dist.init_process_group(
+        "emulated",
+        rank=0,
+        world_size=args.emulate_world,
+        store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+        pg_options=emulation,
+    )
+    try:
+        with _environment(device):
+            bench = _Bench(args, device, emulation)
+            with running(), Progress(console=Console(stderr=True), transient=True) as progress:
+                num_rounds = NUM_WARMUP_ROUNDS + args.rounds
+                task = progress.add_task("rounds", total=num_rounds * len(bench.variants))
+                for number in range(num_rounds):
+                    for _ in bench.round(number):
+                        progress.advance(task)
+            result = bench.result()
+    finally:
+        dist.destroy_process_group()
+    write_json(args.json, result)
+    Console().print(table(result))
+    return 0
+
+
+def _environment(device: torch.device) -> AbstractContextManager[None]:
+    try:
+        with quiet_import():
+            from ep_overlap.models import megatron_build
+            from ep_overlap.models.megatron_cpu import megatron_schedule_on_cpu
+            from ep_overlap.models.megatron_globals import megatron_globals
+    except ImportError as error:
+        raise ValueError(f"--against megatron: {error}") from error
+    assert megatron_build  # imported here, where its notes are kept back
+    return megatron_schedule_on_cpu() if device.type == "cpu" else megatron_globals()
+
+
+@final
+class _Bench:
+    """All variants."""
+
+    def __init__(self, args: BenchArguments, device: torch.device, emulation: Emulation) -> None:
+        from ep_overlap.models.groups import new_expert_groups
+
+        self._args = args
+        self._device = device
+        self._emulation = emulation
+        self._links = emulation.links
+        self._data = ByteBatches(
+            tokens=load_bytes(None),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            seed=args.seed,
+            rank=0,
+            num_ranks=1,
+        )
+        self._groups = new_expert_groups(args.emulate_world)
+        uses_te = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
+        self.variants = [
+            _Variant(kind=kind, step=self._step_of(kind))
+            for kind in KINDS
+            if uses_te or kind.order is not None or not kind.delay
+        ]
+
+    def round(self, number: int) -> Iterator[None]:
+        """One sample of each variant, on the same data; yields after each."""
+        made = self._data.microbatches(number, self._args.num_microbatches)
+        batches = [(tokens.to(self._device), labels.to(self._device)) for tokens, labels in made]
+        for variant in self.variants if number % 2 == 0 else reversed(self.variants):
+            sample = self._sample(variant, batches)
+            if number >= NUM_WARMUP_ROUNDS:
+                variant.samples.append(sample)
+            yield
+
+    def _sample(self, variant: _Variant, batches: Sequence[Microbatch]) -> _Sample:
+        self._emulation.links = self._links if variant.kind.has_links else EmulatedLinks()
+        self._now_s()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        variant.step(batches)
+        start_s = self._now_s()
+        start_bytes = 0
+        if self._device.type == "cuda":
+            start_bytes = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        variant.step(batches)
+        issued_s = perf_counter()
+        end_s = self._now_s()
+        peak_bytes = torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
+        return _Sample(
+            step_time_s=end_s - start_s,
+            host_s=issued_s - start_s,
+            peak_bytes=peak_bytes - start_bytes,
+        )
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return perf_counter()
+
+    def _step_of(self, kind: _Kind) -> Callable[[Sequence[Microbatch]], None]:
+        from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+        from ep_overlap.models.megatron import ForwardBackward
+
+        args = self._args
+        model = self._model(kind)
+        function: Callable[..., Any] = (
+            forward_backward_no_pipelining
+            if kind.order is None
+            else ForwardBackward(order=kind.order)
+        )
+        forward_step = _ForwardStep(args.seq_length, self._device)
+
+        def step(batches: Sequence[Microbatch]) -> None:
+            function(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=model,
+                num_microbatches=len(batches),
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                pg_collection=model.pg_collection,
+            )
+            model.zero_grad(set_to_none=False)
+
+        return step
+
+    def _model(self, kind: _Kind) -> Any:
+        from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
+
+        args = self._args
+        is_fused = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
+        sizes = MegatronSizes(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            num_heads=args.num_attention_heads,
+            ffn_hidden_size=args.moe_ffn_hidden_size,
+            num_experts=args.num_experts,
+            topk=args.moe_router_topk,
+            seq_length=args.seq_length,
+            vocab_size=args.vocab_size,
+            moe_layer_freq=args.moe_layer_freq,
+            force_load_balancing=args.moe_router_force_load_balancing,
+            transformer_impl=args.transformer_impl.value,
+            dtype=torch.bfloat16,
+            settings={
+                "num_query_groups": args.num_query_groups or args.num_attention_heads,
+                "kv_channels": args.kv_channels or args.hidden_size // args.num_attention_heads,
+                "moe_permute_fusion": is_fused,
+                "apply_rope_fusion": is_fused,
+                "bias_activation_fusion": is_fused,
+                "overlap_moe_expert_parallel_comm": kind.overlap,
+                "delay_wgrad_compute": kind.delay,
+            },
+        )
+        return build_gpt(sizes, self._groups, seed=args.seed, device=self._device)
+
+    def result(self) -> dict[str, Any]:
+        """What was found, as JSON has it."""
+        args, link_s = self._args, self._link_time_s()
+        times = {
+            variant.kind.name: [sample.step_time_s for sample in variant.samples]
+            for variant in self.variants
+        }
+        compute_s = median(times[COMPUTE])
+        theirs = [v.kind.name for v in self.variants if v.kind.order is None and v.kind.has_links]
+        best = min(theirs, key=lambda name: median(times[name]))
+        variants: dict[str, Any] = {}
+        for variant in self.variants:
+            name, step_time_s = variant.kind.name, median(times[variant.kind.name])
+            pairs = zip(times[name], times[best], strict=True)
+            variants[name] = {
+                "step_time_s": step_time_s,
+                "of_best": median(ours / theirs for ours, theirs in pairs),
+                "hidden_share": 1 - (step_time_s - compute_s) / link_s
+                if variant.kind.has_links and link_s
+                else None,
+                "host_s": median(sample.host_s for sample in variant.samples),
+                "peak_bytes": max(sample.peak_bytes for sample in variant.samples),
+            }
+        is_gpu = self._device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name() if is_gpu else "CPU",
+            "counts_memory": is_gpu,
+            "world": self._links.describe(args.emulate_world),
+            "num_layers": args.num_layers,
+            "num_microbatches": args.num_microbatches,
+            "micro_batch_size": args.micro_batch_size,
+            "seq_length": args.seq_length,
+            "transformer_impl": str(args.transformer_impl),
+            "routing": "balanced" if args.moe_router_force_load_balancing else "as the router says",
+            "rounds": args.rounds,
+            "link_s": link_s,
+            "compute_s": compute_s,
+            "best_of_megatron": best,
+            "variants": variants,
+        }
+
+    def _link_time_s(self) -> float:
+        """What the links of a step's exchanges take, local copies apart."""
+        self._emulation.links = self._links
+        self._emulation.timed = True
+        self._emulation.clear()
+        (standard,) = (v for v in self.variants if v.kind.has_links and not v.kind.overlap)
+        batches = self._data.microbatches(0, self._args.num_microbatches)
+        standard.step([(a.to(self._device), b.to(self._device)) for a, b in batches])
+        spans = self._emulation.spans()
+        self._emulation.timed = False
+        exchanges = [span for span in spans if span.kind is CollectiveKind.A2A]
+        return sum(
+            self._links.latency_s + span.wire_bytes / self._links.a2a_bytes_per_s
+            for span in exchanges
+        )
+
+
+@final
+class _ForwardStep:
+    """As ``pretrain_gpt.py`` has it."""
+
+    def __init__(self, seq_length: int, device: torch.device) -> None:
+        self._positions = torch.arange(seq_length, device=device).unsqueeze(0)
+        self._mask = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
+
+    def __call__(
+        self, data: Iterator[Microbatch], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+        tokens, labels = next(data)
+        call = model.build_schedule_plan if return_schedule_plan else model
+        positions = self._positions.expand(len(tokens), -1)
+        return call(tokens, positions, self._mask[None, None], labels=labels), _mean_loss
+
+
+def _mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.float().mean()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """The result for people."""
+    shown = Table(
+        title=f"GPTModel, {result['num_layers']} layers ({result['transformer_impl']}), "
+        f"{result['num_microbatches']} microbatches of {result['micro_batch_size']} x "
+        f"{result['seq_length']} tokens, routing {result['routing']}; {result['device']}, "
+        f"{result['world']}; median of {result['rounds']} rounds",
+        caption=f"exchanges take {result['link_s'] * 1e3:.0f} ms of the emulated links; best of "
+        f"megatron: {result['best_of_megatron']}, compared round by round; host: until all was "
+        "issued; peak: over what is there without a step",
+    )
+    shown.add_column("step", no_wrap=True)
+    for column in ("ms", "of best of\nmegatron", "a2a\nhidden", "host\nms", "peak\nGiB"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for name, variant in result["variants"].items():
+        share = variant["hidden_share"]
+        shown.add_row(
+            name,
+            f"{variant['step_time_s'] * 1e3:.0f}",
+            f"{variant['of_best']:.3f}x",
+            "" if share is None else f"{share:.0%}",
+            f"{variant['host_s'] * 1e3:.0f}",
+            f"{variant['peak_bytes'] / _GIB:.1f}" if result["counts_memory"] else "-",
+        )
+    return shown
