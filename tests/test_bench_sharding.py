@@ -121,7 +121,10 @@ def test_times_of_different_work_are_refused(theirs: float) -> None:
         ("--link paced:800mbit", "it would pace our communicators and not FSDP2's"),
         ("--link fast", "expected paced:RATE or shaped:RATE"),
         ("--nproc 1", "expected 2 or more, since one rank has nothing to share"),
-        ("--host-overhead", "--sharding, --wgrad-fusion and --host-overhead are measurements; choose one"),
+        (
+            "--host-overhead",
+            "--sharding, --wgrad-fusion and --host-overhead are measurements; choose one",
+        ),
         ("--against ddp", "--against: expected one of fsdp2; got 'ddp'"),
         ("--num-blocks 0", "--num-blocks: expected 1 or more, got 0"),
         ("--hidden-size 100", "--hidden-size 100 is not divisible by --num-attention-heads 8"),

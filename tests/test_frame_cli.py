@@ -14,8 +14,8 @@ from ep_overlap.commands.arguments import (
     DeviceChoice,
     ModelName,
     OptimizerName,
-    PlanArguments,
     Peer,
+    PlanArguments,
     TrainArguments,
     parse,
 )

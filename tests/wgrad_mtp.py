@@ -74,6 +74,8 @@ class Case:
     strategy: str
     is_tied: bool
     making: Making
+    device: str = "cpu"
+    transformer_engine: bool = False
 
 
 STRATEGIES = ("no_shard", "optim_grads_params")
@@ -118,6 +120,7 @@ class Run:
 def train_all(chosen: Sequence[Case], num_steps: int = NUM_STEPS) -> list[Run]:
     """Run in every rank of a pool. Collective."""
     from ep_overlap.models.megatron_cpu import megatron_on_cpu
+    from ep_overlap.models.megatron_globals import megatron_globals
 
     groups = Groups()
     data = ByteBatches(
@@ -128,7 +131,8 @@ def train_all(chosen: Sequence[Case], num_steps: int = NUM_STEPS) -> list[Run]:
         rank=dist.get_rank(),
         num_ranks=dist.get_world_size(),
     )
-    with megatron_on_cpu():
+    on_cpu = all(case.device == "cpu" for case in chosen)
+    with megatron_on_cpu() if on_cpu else megatron_globals():
         return [_train(case, groups, data, num_steps) for case in chosen]
 
 
@@ -167,14 +171,16 @@ def _build(case: Case, groups: Groups) -> Any:
         moe_layer_freq=2,
         mtp_num_layers=NUM_MTP_LAYERS,
         tied_embeddings=case.is_tied,
+        transformer_impl="transformer_engine" if case.transformer_engine else "local",
     )
     num_ranks = dist.get_world_size()
-    model = build_gpt(sizes, groups.experts(num_ranks), seed=11)
-    everyone = groups.mesh(list(range(num_ranks)), is_hybrid=False)
-    alone = groups.mesh([dist.get_rank()], is_hybrid=False)
+    model = build_gpt(sizes, groups.experts(num_ranks), seed=11, device=case.device)
+    kind = torch.device(case.device).type
+    everyone = groups.mesh(list(range(num_ranks)), is_hybrid=False, device=kind)
+    alone = groups.mesh([dist.get_rank()], is_hybrid=False, device=kind)
 
     def mesh_of(name: str, param: nn.Parameter) -> DeviceMesh:
-        return alone if ".local_experts." in name else everyone
+        return alone if ".experts." in name else everyone
 
     for layer in [*model.decoder.layers, *model.mtp.layers]:
         fully_shard(layer, mesh=mesh_of, strategy=case.strategy)
@@ -194,12 +200,14 @@ def _step(
     model: nn.Module, case: Case, batches: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, int]:
     """All microbatches: the mean of their main losses, and how many gradients waited."""
-    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
-    positions = torch.arange(SEQ_LENGTH).expand(BATCH_SIZE, -1)
+    device = case.device
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool, device=device).triu(1)
+    positions = torch.arange(SEQ_LENGTH, device=device).expand(BATCH_SIZE, -1)
     losses: list[Tensor] = []
     num_waited = 0
     for index, (tokens, targets) in enumerate(batches):
         with microbatch(model, is_last=index == len(batches) - 1):
+            tokens, targets = tokens.to(device), targets.to(device)
             loss = model(tokens, positions, mask, labels=targets).mean() / len(batches)
             losses.append(loss.detach())
             with delayed_wgrad(model) if case.making.is_delayed else nullcontext() as delayed:
@@ -236,7 +244,7 @@ def _mtp_losses() -> Generator[Callable[[], Tensor]]:
 
 def _mean(values: Sequence[Tensor]) -> list[float]:
     """Over ranks."""
-    total = torch.stack(list(values)).double()
+    total = torch.stack([value.cpu() for value in values]).double()
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
 

@@ -73,6 +73,7 @@ _EXPERT_SETTINGS: Final = (
     "moe_shared_expert_intermediate_size",
     "transformer_impl",
     "bf16",
+    "grad_reduce_in_bf16",
     "delay_wgrad_compute",
     "gradient_accumulation_fusion",
     "overlap_dispatch_backward_with_experts_wgrad",
@@ -92,6 +93,7 @@ _FUSION_SETTINGS: Final = (
     "seed",
     "transformer_impl",
     "bf16",
+    "grad_reduce_in_bf16",
     "device",
     "rounds",
     "lr",
@@ -411,6 +413,8 @@ def _bad_setup(args: TrainArguments | BenchArguments) -> Iterator[str]:
 
 
 def _bad_layers(args: TrainArguments | BenchArguments) -> Iterator[str]:
+    if args.grad_reduce_in_bf16 and not args.bf16:
+        yield "--grad-reduce-in-bf16 without --bf16: gradients are float32; add --bf16"
     if args.transformer_impl is not TransformerImpl.TRANSFORMER_ENGINE:
         return
     flag = "--transformer-impl transformer_engine"

@@ -118,6 +118,7 @@ class RankFlags:
         TransformerImpl.LOCAL, "layers of --model megatron; transformer_engine needs a GPU"
     )
     bf16: bool = _flag(False, "compute in bfloat16; main weights and gradients stay float32")
+    grad_reduce_in_bf16: bool = _flag(False, "with --bf16: reduce gradients in bfloat16, too")
     device: DeviceChoice = _flag(DeviceChoice.AUTO, "auto takes the GPUs when there are any")
     nproc: int = _flag(2, "ranks to start; under torchrun its world size holds instead")
     expert_model_parallel_size: int | None = _flag(

@@ -165,9 +165,10 @@ class _Bench:
         model = DenseTransformer(config, seed=args.seed, linear=_linear(args.transformer_impl))
         model.to(device=self._device, dtype=self._dtype)
         mesh = init_device_mesh(self._device.type, (NUM_RANKS,))
+        mp = MixedPrecision(reduce_dtype=torch.bfloat16 if args.grad_reduce_in_bf16 else None)
         for block in model.layers:
-            fully_shard(block, mesh=mesh, strategy=STRATEGY, mp=MixedPrecision())
-        fully_shard(model, mesh=mesh, strategy=STRATEGY, mp=MixedPrecision())
+            fully_shard(block, mesh=mesh, strategy=STRATEGY, mp=mp)
+        fully_shard(model, mesh=mesh, strategy=STRATEGY, mp=mp)
         lifecycle_of(model)  # builds the root, and with it the groups of its lanes
         if fuse:
             manage_wgrad(model, fuse=True)
@@ -246,6 +247,7 @@ class _Bench:
             "world": EmulatedLinks().describe(NUM_RANKS),
             "linear": str(args.transformer_impl),
             "dtype": str(self._dtype).removeprefix("torch."),
+            "reduce_dtype": "bfloat16" if args.grad_reduce_in_bf16 else "float32",
             "num_blocks": args.num_blocks,
             "num_parameters": sum(p.numel() for p in self._variants[FUSED].model.parameters()),
             "strategy": STRATEGY,
@@ -270,7 +272,8 @@ def table(result: Mapping[str, Any]) -> Table:
     lowest, middle, highest = result["ratio_of_rounds"]
     shown = Table(
         title=f"dense, {result['num_blocks']} blocks, {result['num_parameters'] / 1e6:,.1f}M "
-        f"parameters, {result['linear']} layers, {result['dtype']}, {result['device']}, "
+        f"parameters, {result['linear']} layers, {result['dtype']}, reduced in "
+        f"{result['reduce_dtype']}, {result['device']}, "
         f"{result['world']}, {result['strategy']}, median of {result['rounds']} rounds",
         caption=f"fused takes {lowest:.3f}x to {highest:.3f}x of separate's time in single rounds, "
         f"{middle:.3f}x in the middle one; gradients are apart by "

@@ -129,11 +129,11 @@ def _environment(device: torch.device) -> AbstractContextManager[None]:
         with quiet_import():
             from ep_overlap.models import megatron_build
             from ep_overlap.models.megatron_cpu import megatron_schedule_on_cpu
-            from ep_overlap.models.megatron_globals import megatron_globals
+            from ep_overlap.models.megatron_globals import megatron_schedule_globals
     except ImportError as error:
         raise ValueError(f"--against megatron: {error}") from error
     assert megatron_build  # imported here, where its notes are kept back
-    return megatron_schedule_on_cpu() if device.type == "cpu" else megatron_globals()
+    return megatron_schedule_on_cpu() if device.type == "cpu" else megatron_schedule_globals()
 
 
 @final

@@ -88,6 +88,7 @@ def recipe_of(args: TrainArguments | BenchArguments) -> Recipe:
         lr=args.lr,
         transformer_impl=args.transformer_impl,
         bf16=args.bf16,
+        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         fuse_wgrad=args.gradient_accumulation_fusion,
         force_load_balancing=isinstance(args, BenchArguments)
         and args.moe_router_force_load_balancing,

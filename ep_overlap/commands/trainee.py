@@ -51,7 +51,8 @@ class Recipe:
     lr: float
     transformer_impl: TransformerImpl = TransformerImpl.LOCAL
     bf16: bool = False
-    """Compute in bfloat16; main weights, their gradients and the reductions are in float32."""
+    """Compute in bfloat16; main weights and their gradients are in float32."""
+    grad_reduce_in_bf16: bool = False
     fuse_wgrad: bool = False
     """Write weight gradients straight into the reduction's input."""
     force_load_balancing: bool = False
@@ -108,7 +109,9 @@ def build_trainee(recipe: Recipe, world: World, meshes: Meshes) -> Trainee:
     def mesh_of(name: str, param: nn.Parameter) -> Any:
         return meshes.expert if param in experts else meshes.dense
 
-    mp = MixedPrecision() if recipe.bf16 else None
+    mp = None
+    if recipe.bf16:
+        mp = MixedPrecision(reduce_dtype=torch.bfloat16 if recipe.grad_reduce_in_bf16 else None)
     for layer in parts.layers:
         fully_shard(layer.module, mesh=mesh_of, strategy=recipe.strategy, mp=mp)
     fully_shard(

@@ -41,6 +41,21 @@ def megatron_globals() -> Generator[None]:
         yield
 
 
+@contextmanager
+def megatron_schedule_globals() -> Generator[None]:
+    """As ``megatron_globals``, and for megatron-core's own overlapped schedule, which asks for its
+    streams and for the size of context parallelism process-wide."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import utils
+
+    from ep_overlap.models.groups import lone_expert_groups
+
+    with megatron_globals(), ExitStack() as undo:
+        replace(undo, utils, "_COMM_STREAM", None)
+        replace(undo, parallel_state, "_CONTEXT_PARALLEL_GROUP", lone_expert_groups().exchange)
+        yield
+
+
 def replace(undo: ExitStack, owner: object, name: str, value: object) -> None:
     """Set an attribute that exists, and put the old value back when ``undo`` closes."""
     undo.callback(setattr, owner, name, getattr(owner, name))

@@ -16,6 +16,9 @@ from ep_overlap.testing import RankPool
 from fsdp_hooks.placement import STRATEGIES
 from fsdp_hooks.precision import MixedPrecision
 
+TF32_TOLERANCE = 5e-3
+"""Fused against unfused: Transformer Engine makes float32 products in TF32, and fused ones are not
+made by it."""
 MODELS = ("reference", "local", "transformer_engine")
 
 
@@ -41,7 +44,12 @@ def check(ranks: RankPool, model: str, bf16: bool) -> None:
     for by_rank in ranks.run(cells, model, bf16):
         wrong = {f"{c.case}, {c.column}": c.differences[:3] for c in by_rank if c.differences}
         assert not wrong
-        far = {f"{c.case}, {c.column}": c.error for c in by_rank if not c.is_right}
+        most = TF32_TOLERANCE if model == "transformer_engine" and not bf16 else None
+        far = {
+            f"{c.case}, {c.column}": c.error
+            for c in by_rank
+            if c.error is not None and not c.error <= (most or c.tolerance)
+        }
         assert not far
         assert len(by_rank) == len(STRATEGIES) * len(columns)
 
