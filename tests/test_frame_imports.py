@@ -145,14 +145,17 @@ def test_importing_a_package_imports_no_torch(package: str) -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
+EXTRAS = ("megatron", "transformer_engine")
+
+
 def test_importing_every_module_starts_no_thread_and_touches_no_device() -> None:
-    """All modules but those that need megatron-core, in one process."""
+    """All modules but those that need megatron-core or Transformer Engine, in one process."""
     modules = [
         module_of(path)
         for package in ("ep_overlap", "fsdp_hooks")
         for path in sources(package)
         if "megatron" not in path.stem
-        and not any(is_in(name, "megatron") for name in imports(path))
+        and not any(is_in(name, package) for name in imports(path) for package in EXTRAS)
     ]
     done = run_python(
         "import importlib, os, threading, torch\n"

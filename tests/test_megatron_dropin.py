@@ -618,3 +618,18 @@ def test_installed_or_not_what_is_not_overlapped_is_megatrons_own() -> None:
     finally:
         uninstall()
     assert unequal(got, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recompute_granularity": "selective"}, "recompute_granularity 'selective'"),
+        ({"order": "pair"}, "unknown order 'pair'"),
+        ({"max_unsharded_units": 0}, "max_unsharded_units"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_there_is_a_model(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        ForwardBackward(**options)

@@ -293,7 +293,7 @@ class BenchArguments(
     wgrad_fusion: bool = _flag(
         False, "measure fused against separate weight gradients instead: a dense model, one rank"
     )
-    num_blocks: int = _flag(6, "with --sharding or --wgrad-fusion: transformer blocks, each a unit")
+    num_blocks: int = _flag(6, "blocks of --sharding and --wgrad-fusion, each a unit")
     delay_wgrad_compute: bool = _flag(
         False, "time `delayed` too: the paired order with weight gradients made later"
     )

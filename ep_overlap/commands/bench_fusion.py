@@ -9,7 +9,9 @@ It is one rank, on one device, of an emulated world: collectives copy their byte
 no link time, so gradients are right for a world in which no other rank has any.
 """
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -136,7 +138,8 @@ class _Bench:
         batches = self._batches(0)
         grads: dict[str, list[Tensor]] = {}
         for name, variant in self._variants.items():
-            self._accumulate(variant.model, batches)
+            with _deterministic():
+                self._accumulate(variant.model, batches)
             found = [param.grad for param in variant.model.parameters()]
             grads[name] = [local_part(grad).float() for grad in found if grad is not None]
             variant.optimizer.zero_grad()
@@ -257,6 +260,20 @@ class _Bench:
             "ratio_of_rounds": [ratios[0], median(ratios), ratios[-1]],
             "largest_difference": difference,
         }
+
+
+@contextmanager
+def _deterministic() -> Generator[None]:
+    """Attention's backward adds up in another order every time, on a GPU; differences of rounding
+    grow from block to block."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what has no such algorithm
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _linear(impl: TransformerImpl) -> type[nn.Module]:

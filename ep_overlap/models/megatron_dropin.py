@@ -97,6 +97,9 @@ class ForwardBackward:
         recompute_granularity: see ``OverlapConfig``; megatron-core's own config takes no ``"full"``
             beside its overlap flag.
         lifecycle_of: for a sharding core of one's own.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
     """
 
     def __init__(
@@ -107,6 +110,12 @@ class ForwardBackward:
         recompute_granularity: Literal["full"] | None = None,
         lifecycle_of: LifecycleOf | None = None,
     ) -> None:
+        OverlapConfig(  # refuses here what it would refuse at the first step
+            num_microbatches=1,
+            order=order,
+            max_unsharded_units=max_unsharded_units,
+            recompute_granularity=recompute_granularity,
+        )
         self._order = order
         self._max_unsharded_units = max_unsharded_units
         self._recompute_granularity: Literal["full"] | None = recompute_granularity

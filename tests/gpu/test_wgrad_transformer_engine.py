@@ -78,7 +78,7 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
         assert param.grad is not None, f"{name} has no gradient"
         found[name] = param.grad
     whole = whole_grads(model) if isinstance(model, ShardedModule) else found
-    return {name: grad.float() for name, grad in whole.items() if grad is not None}
+    return {name: grad.float().cpu() for name, grad in whole.items() if grad is not None}
 
 
 def by_mode(model: nn.Module, mode: str, inputs: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,65 @@
+"""``ep-overlap bench --against megatron``: every variant is measured, on links that are told."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --num-experts 8 "
+    "--moe-ffn-hidden-size 48 --seq-length 16 --micro-batch-size 1 --num-microbatches 2 --rounds 1"
+)
+
+
+def run(flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "ep_overlap.cli", "bench", *flags.split()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_it_measures_megatrons_schedules_and_ours(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    links = "a2a=10MBps,dp=1GBps,latency=1ms"
+    done = run(f"--against megatron {SMALL} --emulate {links} --json {out}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["world"] == "emulated: 8 ranks, a2a 0.01 GB/s, dp 1 GB/s, latency 1 ms".replace(
+        "1 ms", "1000 us"
+    )
+    assert list(result["variants"]) == [
+        "compute alone",
+        "megatron standard",
+        "megatron combined",
+        "ours plain, delayed",
+        "ours paired",
+        "ours paired, delayed",
+    ]
+    # 2 layers x 2 microbatches x 6 exchanges, each a millisecond and its bytes.
+    assert result["link_s"] > 24e-3
+    standard = result["variants"]["megatron standard"]
+    assert standard["step_time_s"] > result["compute_s"] + 0.5 * result["link_s"]
+    assert result["best_of_megatron"].startswith("megatron")
+    assert "emulated: 8 ranks" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-experts 6", "--num-experts 6 is not divisible by --emulate-world 8"),
+        ("--emulate a2a=fast", "--emulate"),
+        ("--sharding", "--sharding --against megatron: expected --against fsdp2"),
+        ("--model reference", "--against megatron with --model reference"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(flags: str, words: str) -> None:
+    done = run(f"--against megatron {flags}")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_flag_without_effect_warns() -> None:
+    done = run(f"--against megatron {SMALL} --trace t.json --nproc 3")
+    assert "--nproc has no effect with --against megatron" in done.stderr
+    assert not Path("t.json").exists()
