@@ -9,6 +9,15 @@ What is handed over is the same storage as what was made, as a new leaf. The con
 leaves the gradient on the leaf; the producer's backward starts from there. Gradients of several
 hand-offs enter one backward call as its roots, so sums are formed in autograd's own order.
 
+Neither backward reads the value itself. Once the consumer's forward is through, it goes, unless
+somebody's graph has saved it::
+
+    sent    tensor of the producer   ->   the edge of its graph that the gradient enters by
+    leaf    the same storage         ->   a shape without memory, to take the gradient
+
+So of what is exchanged, and sorted again where it arrives, nothing waits for the backward.
+Megatron-LM resizes the storage of such inputs to zero, in the nodes of which it knows.
+
 Roots and gradients only: activation checkpointing refuses ``backward(inputs=...)``. The boundary
 is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ours.
 """
@@ -20,9 +29,16 @@ from typing import Final, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Bundle = tuple[Tensor | None, ...]
 """A hand-off's value: a named tuple such as ``Tokens``; None where an optional field is absent."""
+
+Root = Tensor | GradientEdge
+"""What a backward starts from."""
+
+MIN_BYTES: Final = 2**16
+"""Of what is let go of. The host takes some 5 us for it, which less memory is not worth."""
 
 Hook = Callable[[], None]
 
@@ -50,48 +66,91 @@ class HandOff:
         name: microbatch and maker, such as ``1.attn.L0``; by it a test loses one gradient.
     """
 
-    __slots__ = ("_received", "_sent", "name")
+    __slots__ = ("_has_large", "_received", "_roots", "_sent", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._sent: Bundle = ()
         self._received: Bundle = ()
+        self._roots: Sequence[Root | None] = ()
+        """For each of ``_sent``; it itself, while it is held."""
+        self._has_large = False
+        """Whether there is something to let go of."""
 
     def send(self, bundle: Bundle) -> None:
         """Keep the value for its consumer, and for the backward."""
-        self._sent = bundle
+        self._sent = self._roots = bundle
 
     def receive(self) -> Bundle:
         """The value, cut off from the graph that made it, as new leaves."""
         sent = self._sent
         leaves: list[Tensor | None] = []
+        has_large = False
         for tensor in sent:
             if tensor is not None:
                 requires_grad = tensor.requires_grad
                 tensor = tensor.detach()
                 tensor.requires_grad = requires_grad
+                has_large = has_large or tensor.nbytes >= MIN_BYTES
             leaves.append(tensor)
+        self._has_large = has_large
         # ``_make`` of a named tuple, without the call: this runs for every hand-off.
         self._received = received = tuple.__new__(type(sent), leaves)
-        return received
+        if not has_large:
+            return received
+        # What a graph saves is a view, so that the leaf may lose its memory.
+        given = [leaf if leaf is None else leaf.view_as(leaf) for leaf in leaves]
+        return tuple.__new__(type(sent), given)
+
+    def let_go(self) -> None:
+        """After the consumer's forward: drop the value, unless some graph or the model has it.
+
+        Saved by a graph it must be held here, too: the graph may be let go of while its lane still
+        reads it, and memory of another lane (``plan/lifetimes.py``) with it.
+        """
+        if not self._has_large:
+            return
+        for index, (sent, leaf) in enumerate(zip(self._sent, self._received)):  # noqa: B905
+            if sent is not None and leaf is not None and sent.nbytes >= MIN_BYTES:
+                storage = sent.untyped_storage()
+                if _num_references(storage) == _OWN_REFERENCES:
+                    del storage
+                    self._let_go_of(index, sent, leaf)
+
+    def _let_go_of(self, index: int, sent: Tensor, leaf: Tensor) -> None:
+        roots = list(self._roots)
+        roots[index] = get_gradient_edge(sent) if sent.requires_grad else None
+        self._roots = roots
+        kept = list(self._sent)
+        kept[index] = None
+        self._sent = tuple(kept)
+        leaf.data = sent.new_empty(1).expand(sent.shape)
 
     def take(self) -> Bundle:
         """The value itself, which is then let go: no backward will come for it."""
         sent = self._sent
-        self._sent = ()
+        self.clear()
         return sent
 
-    def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def roots(self, roots: list[Root], grads: list[Tensor]) -> None:
         """Add what was sent, with the gradients that came back, and let go of both."""
-        for sent, received in zip(self._sent, self._received):  # noqa: B905 (made pairwise above)
-            if sent is not None and received is not None and (grad := received.grad) is not None:
-                roots.append(sent)
+        for root, received in zip(self._roots, self._received):  # noqa: B905 (made pairwise above)
+            if root is not None and received is not None and (grad := received.grad) is not None:
+                roots.append(root)
                 grads.append(grad)
-        self._sent = self._received = ()
+        self.clear()
 
     def clear(self) -> None:
         """Hold nothing."""
-        self._sent = self._received = ()
+        self._sent = self._received = self._roots = ()
+
+
+def _num_references(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
+
+
+_OWN_REFERENCES: Final = 3
+"""To a storage that only a hand-off has: of the tensor sent, of its leaf, and of the asking."""
 
 
 @final
@@ -114,6 +173,9 @@ class LayerInput(HandOff):
             bundle = Hidden(hidden.detach().requires_grad_())
         super().send(bundle)
 
+    def let_go(self) -> None:
+        """It is what the layer is recomputed from."""
+
 
 @final
 class LossEnd:
@@ -129,7 +191,7 @@ class LossEnd:
         if torch.is_grad_enabled():  # else no backward will come for it
             self._loss = bundle[0]
 
-    def roots(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def roots(self, roots: list[Root], grads: list[Tensor]) -> None:
         """Add the loss, with its own gradient, and let go of it."""
         assert self._loss is not None, "the loss is sent before its backward"
         roots.append(self._loss)
@@ -163,6 +225,7 @@ class NodeRun:
         "_inlets",
         "_keeps_graph",
         "_outlets",
+        "_read",
         "_state",
         "_used",
         "keeps_used",
@@ -187,10 +250,11 @@ class NodeRun:
         self._outlets = tuple(outlets)
         self._keeps_graph = keeps_graph
         self._state = NodeState.IDLE
+        self._read: Sequence[object] = ()
         self._used: Sequence[object] = ()
         self.keeps_used = False
-        """Whether what the node read of other lanes lives until ``drop_used`` (see
-        ``plan/lifetimes.py``): where work runs after it was launched."""
+        """Whether what the node read of other lanes lives until ``drop_read`` and ``drop_used``
+        (see ``plan/lifetimes.py``): where work runs after it was launched."""
         # A node knows hooks, not who made them. They run in the node's own stream time.
         self.pre_forward_hooks: tuple[Hook, ...] = ()
         self.pre_backward_hooks: tuple[Hook, ...] = ()
@@ -215,12 +279,15 @@ class NodeRun:
         if self._keeps_graph and torch.is_grad_enabled():
             sent = self._function(*[inlet.receive() for inlet in self._inlets])
             self._state = NodeState.FORWARD_DONE
+            if not self.keeps_used:
+                for inlet in self._inlets:
+                    inlet.let_go()
         else:
             received = [inlet.take() for inlet in self._inlets]
             with torch.no_grad():
                 sent = self._function(*received)
             if self.keeps_used:
-                self._used = received
+                self._read = received
         for outlet, bundle in zip(self._outlets, sent, strict=True):
             outlet.send(bundle)
 
@@ -234,7 +301,7 @@ class NodeRun:
             raise self._out_of_order("backward", NodeState.FORWARD_DONE)
         for hook in self.pre_backward_hooks:
             hook()
-        roots: list[Tensor] = []
+        roots: list[Root] = []
         grads: list[Tensor] = []
         for outlet in self._outlets:
             outlet.roots(roots, grads)
@@ -246,15 +313,21 @@ class NodeRun:
         for hook in self.post_backward_hooks:
             hook()
 
+    def drop_read(self) -> None:
+        """Let go of what the forward read: the lane that made it now waits for this node."""
+        self._read = ()
+        for inlet in self._inlets:
+            inlet.let_go()
+
     def drop_used(self) -> None:
-        """Let go of what the node read: the lane that made it now waits for this node."""
+        """Let go of the gradients that the backward read, likewise."""
         self._used = ()
 
     def reset(self) -> None:
         """After a failure: hold nothing."""
         for outlet in self._outlets:
             outlet.clear()
-        self._used = ()
+        self._read = self._used = ()
         self._state = NodeState.IDLE
 
     def _out_of_order(self, call: str, expected: NodeState) -> RuntimeError:
@@ -264,7 +337,7 @@ class NodeRun:
         )
 
 
-def _run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _run_backward(roots: Sequence[Root], grads: Sequence[Tensor]) -> None:
     """``torch.autograd.backward(roots, grads)`` without its checks of shapes.
 
     They cost as much as the engine's own work on a small node, and compare each gradient with the

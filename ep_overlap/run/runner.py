@@ -112,8 +112,10 @@ class _Bound:
         match action:
             case Compute(phase=Phase.WGRAD):
                 return self.wgrads[_key_of(action)].queue.drop_used
-            case Compute():
+            case Compute(phase=Phase.BACKWARD):
                 return self._node_of(action).drop_used
+            case Compute():
+                return self._node_of(action).drop_read
             case UnitAction():
                 return self.units[action.unit].drop_reduced
             case Sync():

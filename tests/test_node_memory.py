@@ -1,0 +1,211 @@
+"""What a hand-off holds: nothing that no backward reads."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import schedule_support as support
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ep_overlap.config import OverlapConfig
+from ep_overlap.links.emulated import register_emulated_backend
+from ep_overlap.models.groups import ExpertGroups, lone_expert_groups, new_expert_groups
+from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, cross_entropy
+from ep_overlap.run.node import MIN_BYTES, HandOff, Hidden, LossEnd, NodeRun
+from ep_overlap.schedule import OverlapSchedule
+from fsdp_hooks.streams import StreamKind
+
+LARGE = (64, MIN_BYTES // 64 // 4)
+SMALL = (4, 4)
+
+
+class Pair:
+    """A node that makes a value, and one that takes it to a loss."""
+
+    def __init__(self, consume: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> None:
+        self.weight = torch.linspace(-1, 1, shape[0] * shape[1]).view(shape).requires_grad_()
+        self.storage: StorageWeakRef | None = None
+        value = HandOff("value")
+        self.maker = NodeRun("0F.pre", self._make, inlets=[], outlets=[value])
+        self.taker = NodeRun(
+            "0F.post",
+            lambda given: (Hidden(consume(given.hidden)),),
+            inlets=[value],
+            outlets=[LossEnd()],
+        )
+
+    def _make(self) -> list[Hidden]:
+        made = 2 * self.weight
+        self.storage = StorageWeakRef(made.untyped_storage())
+        return [Hidden(made)]
+
+    def forward(self) -> None:
+        self.maker.forward()
+        self.taker.forward()
+
+    def backward(self) -> Tensor:
+        self.taker.backward()
+        self.maker.backward()
+        assert self.weight.grad is not None
+        return self.weight.grad
+
+    @property
+    def is_held(self) -> bool:
+        assert self.storage is not None
+        return not self.storage.expired()
+
+
+def expected(consume: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> Tensor:
+    pair = Pair(consume, shape)
+    consume(2 * pair.weight).backward()
+    assert pair.weight.grad is not None
+    return pair.weight.grad
+
+
+def saves_nothing(value: Tensor) -> Tensor:
+    return value.sum() * 3
+
+
+def saves_it(value: Tensor) -> Tensor:
+    return value.square().sum()
+
+
+def saves_a_view_of_it(value: Tensor) -> Tensor:
+    return value[3:].square().sum() + value[:3].sum()
+
+
+@pytest.mark.parametrize(
+    ("consume", "is_held"), [(saves_nothing, False), (saves_it, True), (saves_a_view_of_it, True)]
+)
+def test_a_value_goes_after_the_consumers_forward_unless_its_graph_has_it(
+    consume: Callable[[Tensor], Tensor], is_held: bool
+) -> None:
+    pair = Pair(consume, LARGE)
+    pair.forward()
+    assert pair.is_held == is_held
+    assert torch.equal(pair.backward(), expected(consume, LARGE))
+    assert not pair.is_held
+
+
+def test_a_small_value_is_not_worth_the_hosts_time() -> None:
+    pair = Pair(saves_nothing, SMALL)
+    pair.forward()
+    assert pair.is_held
+    assert torch.equal(pair.backward(), expected(saves_nothing, SMALL))
+
+
+def test_where_work_runs_after_its_launch_a_value_waits_for_drop_read() -> None:
+    pair = Pair(saves_nothing, LARGE)
+    pair.taker.keeps_used = True
+    pair.forward()
+    assert pair.is_held
+    pair.taker.drop_read()
+    assert not pair.is_held
+    assert torch.equal(pair.backward(), expected(saves_nothing, LARGE))
+
+
+def test_drop_read_after_the_backward_finds_nothing() -> None:
+    pair = Pair(saves_nothing, LARGE)
+    pair.taker.keeps_used = True
+    pair.forward()
+    grad = pair.backward()
+    pair.taker.drop_read()
+    assert torch.equal(grad, expected(saves_nothing, LARGE))
+    assert not pair.is_held
+
+
+def test_a_value_that_somebody_else_has_stays_whole() -> None:
+    kept: list[Tensor] = []
+
+    def keeps_it(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value.sum()
+
+    pair = Pair(keeps_it, LARGE)
+    pair.forward()
+    assert torch.equal(kept[0], 2 * pair.weight)
+    pair.backward()
+    assert torch.equal(kept[0], 2 * pair.weight)
+
+
+# ---- in a schedule -------------------------------------------------------------------------------
+
+
+def large_model(groups: ExpertGroups) -> tuple[MoETransformer, list[Batch]]:
+    config = ReferenceConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_heads=2,
+        ffn_hidden_size=96,
+        num_experts=4,
+        topk=2,
+        seq_length=64,
+        moe_layer_freq=1,
+        dtype=torch.float32,
+    )
+    model = MoETransformer(config, groups, seed=3)
+    tokens = torch.arange(8 * 64).view(8, 64) % 251
+    return model, [Batch(tokens=tokens + k, targets=tokens.roll(-1, 1) + k) for k in range(2)]
+
+
+def alive_after_forward(order: str) -> tuple[set[str], set[str], set[str]]:
+    """Of one microbatch: what nodes sent; what of it is alive as post ends; and what of that no
+    graph has saved."""
+    model, batches = large_model(new_expert_groups(2))
+    sent: dict[str, StorageWeakRef] = {}
+    saved: set[int] = set()
+    alive: set[str] = set()
+
+    def probe(name: str, value: Any) -> None:
+        if name == "post":  # the last one of the forward
+            alive.update(name for name, ref in sent.items() if not ref.expired())
+            return
+        for index, tensor in enumerate(support.tensors_in(value)):
+            if tensor.nbytes >= MIN_BYTES:
+                sent[f"{name}.{index}"] = StorageWeakRef(tensor.untyped_storage())
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    support.tap(model, probe)
+    config = OverlapConfig(num_microbatches=1, order=order, overlap=order != "serial")
+    schedule = OverlapSchedule(model, config, stream_kind=StreamKind.INLINE)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        schedule.step(batches[:1], cross_entropy)
+    return set(sent), alive, {name for name in alive if sent[name].cdata not in saved}
+
+
+@pytest.fixture
+def emulated_world() -> Iterator[None]:
+    """Of two ranks: its exchanges copy, and no thread of theirs keeps a tensor a little longer."""
+    register_emulated_backend()
+    dist.init_process_group("emulated", rank=0, world_size=2, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("emulated_world")
+@pytest.mark.parametrize("order", ["serial", "plain", "paired"])
+def test_of_a_microbatch_in_flight_only_what_graphs_have_saved_is_alive(order: str) -> None:
+    sent, alive, unsaved = alive_after_forward(order)
+    assert unsaved <= {"combine.L1.0", "attn.L1.1"}, "post, which has not ended, reads those"
+    # Tokens are sorted by expert where they arrive, and the experts' results sorted back.
+    assert {"attn.L0.0", "dispatch.L0.0", "mlp.L0.0", "combine.L0.0"} <= sent - alive
+
+
+@pytest.mark.parametrize("order", ["plain", "paired"])
+@pytest.mark.parametrize("kind", [StreamKind.INLINE, StreamKind.THREAD])
+def test_gradients_are_those_of_the_standard_path(order: str, kind: StreamKind) -> None:
+    ours, batches = large_model(lone_expert_groups())
+    theirs, _ = large_model(lone_expert_groups())
+    schedule = OverlapSchedule(
+        ours, OverlapConfig(num_microbatches=2, order=order), stream_kind=kind
+    )
+    losses = schedule.step(batches, cross_entropy).losses
+    expected = support.standard_step(theirs, batches, cross_entropy)
+    assert all(map(torch.equal, losses, expected))
+    assert support.unequal(support.gradients(ours), support.gradients(theirs)) == []
