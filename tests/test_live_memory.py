@@ -298,7 +298,7 @@ def assert_flat(counts: Sequence[Census]) -> None:
     assert {count.num_bytes for count in counts} == {first.num_bytes}
 
 
-MOST_BLOCKS_A_STEP: Final = 1.0
+MOST_BLOCKS_A_STEP: Final = 1.6
 """From step 100 to step 1,000. torch and Python keep small untracked objects for later use, ever
 fewer: 570 in all under a schedule, 60 on the standard path. One kept in each seal would be 1,800 on
 top."""

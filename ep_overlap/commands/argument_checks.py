@@ -162,7 +162,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             elif args.against is Peer.MEGATRON:
                 yield from _bad_model(args)
                 yield from _bad_layers(args)
-                yield from _bad_emulation(args)
+                yield from _bad_emulation(args, environ)
             else:
                 yield from _bad_model(args)
                 yield from _bad_shared_experts(args)
@@ -199,7 +199,9 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
         case BenchArguments() if args.wgrad_fusion:
             yield from _unused_by_fusion(args)
         case BenchArguments() if args.against is Peer.MEGATRON:
-            for name in _given_beside(args, "against", "json", *_MEGATRON_READS):
+            unread = ("emulate_world",) if args.emulates_nothing else ("nproc",)
+            reads = {*_MEGATRON_READS, "emulate_world", "nproc"}.difference(unread)
+            for name in _given_beside(args, "against", "json", *reads):
                 yield f"{_spelled(name)} has no effect with --against megatron"
         case BenchArguments() if args.sharding:
             yield from _unused_budget(args)
@@ -498,14 +500,19 @@ def _bad_link(text: str) -> Iterator[str]:
         yield f"--link {text!r}: {error}"
 
 
-def _bad_emulation(args: BenchArguments) -> Iterator[str]:
+def _bad_emulation(args: BenchArguments, environ: Mapping[str, str]) -> Iterator[str]:
     if args.model is not ModelName.MEGATRON:
         yield f"--against megatron with --model {args.model}: it has no schedule of that model's"
-    if args.num_experts % args.emulate_world:
+    flag, size = "--emulate-world", args.emulate_world
+    if args.emulates_nothing:
+        flag, size = "--nproc", args.num_ranks(environ)
+    if args.num_experts % size:
         yield (
-            f"--num-experts {args.num_experts} is not divisible by --emulate-world "
-            f"{args.emulate_world}, the expert-parallel size"
+            f"--num-experts {args.num_experts} is not divisible by {flag} {size}, the "
+            "expert-parallel size"
         )
+    if args.emulates_nothing:
+        return
     try:
         parse_emulated_links(args.emulate)
     except ValueError as error:

@@ -279,7 +279,7 @@ class BenchArguments(
     )
     emulate: str = _flag(
         "a2a=50GBps,dp=100GBps,latency=20us",
-        "links of --against megatron",
+        "links to emulate, or none",
         metavar="LINKS",
     )
     emulate_world: int = _flag(8, "ranks of the world of --against megatron; one of them runs")
@@ -312,6 +312,11 @@ class BenchArguments(
     seq_length: int = _flag(128, "tokens of a sequence")
     micro_batch_size: int = _flag(8, "sequences of a microbatch, per rank")
     num_microbatches: int = _flag(8, "microbatches of a step, per rank")
+
+    @property
+    def emulates_nothing(self) -> bool:
+        """Whether ``--against megatron`` runs on real ranks."""
+        return self.emulate == "none"
 
     @property
     def link_in_use(self) -> str:

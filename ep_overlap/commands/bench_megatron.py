@@ -4,25 +4,29 @@ The same GPTModel, sizes, data and links through megatron-core's ``forward_backw
 (its standard path, its combined 1F1B, and that with delayed weight gradients) and through ours, by
 the drop-in with one unchanged ``forward_step_func``. Each variant has a model of its own.
 
-It is one rank, on one device, of an emulated world: exchanges copy their bytes locally and then
-hold their stream for latency and bytes over rate. ``compute alone`` is megatron-core's standard
-path on links that take no time; what a variant takes more than that is what its exchanges cost::
+By default it is one rank, on one device, of an emulated world: exchanges copy their bytes locally
+and then hold their stream for latency and bytes over rate. ``compute alone`` is megatron-core's
+standard path on links that take no time; what a variant takes more than that is what its exchanges
+cost::
 
     hidden = 1 - (step - compute alone) / (time that the links take)
+
+With ``--emulate none`` it is ``--nproc`` real ranks; compute alone is then the standard step less
+the time that NCCL's exchange kernels take in it, waiting for other ranks with it.
 
 A sample is a step that is not timed, from an empty cache, and one that is: so no variant runs in
 memory that another has cut up.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,13 +34,11 @@ from torch import Tensor
 
 from ep_overlap.commands.arguments import BenchArguments, TransformerImpl
 from ep_overlap.commands.data import ByteBatches, load_bytes
+from ep_overlap.commands.measured_world import MeasuredWorld, measured_world
 from ep_overlap.commands.results import write_json
-from ep_overlap.commands.running import quiet_import, running
+from ep_overlap.commands.running import own_command, quiet_import, running
 from ep_overlap.commands.world import choose_device
-from ep_overlap.links.emulated import register_emulated_backend
-from ep_overlap.links.emulated_speed import EmulatedLinks, parse_emulated_links
-from ep_overlap.links.emulation import Emulation
-from ep_overlap.links.times import CollectiveKind
+from ep_overlap.processes.launch import launch
 
 NUM_WARMUP_ROUNDS: Final = 1
 COMPUTE: Final = "compute alone"
@@ -89,38 +91,27 @@ class _Variant:
 
 
 def run(args: BenchArguments) -> int:
-    """Run it in this process. Returns the exit status.
+    """Run it in this process, or start the ranks. Returns the exit status.
 
     Raises:
-        ValueError: ``--device cuda`` without a GPU; megatron-core is not installed; ``--emulate``
-            does not parse.
+        ValueError: ``--device cuda`` without a GPU; megatron-core is not installed.
     """
-    device = choose_device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    emulation = Emulation(parse_emulated_links(args.emulate))
-    register_emulated_backend()
-    dist.init_process_group(
-        "emulated",
-        rank=0,
-        world_size=args.emulate_world,
-        store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
-        pg_options=emulation,
-    )
-    try:
-        with _environment(device):
-            bench = _Bench(args, device, emulation)
-            with running(), Progress(console=Console(stderr=True), transient=True) as progress:
-                num_rounds = NUM_WARMUP_ROUNDS + args.rounds
-                task = progress.add_task("rounds", total=num_rounds * len(bench.variants))
-                for number in range(num_rounds):
-                    for _ in bench.round(number):
-                        progress.advance(task)
+    if args.emulates_nothing and "RANK" not in os.environ:
+        choose_device(args.device)
+        return launch(own_command(), nproc=args.nproc)
+    with measured_world(args) as world, _environment(world.device):
+        bench = _Bench(args, world)
+        console = Console(stderr=True, quiet=world.rank != 0)
+        with running(), Progress(console=console, transient=True) as progress:
+            num_rounds = NUM_WARMUP_ROUNDS + args.rounds
+            task = progress.add_task("rounds", total=num_rounds * len(bench.variants))
+            for number in range(num_rounds):
+                for _ in bench.round(number):
+                    progress.advance(task)
             result = bench.result()
-    finally:
-        dist.destroy_process_group()
-    write_json(args.json, result)
-    Console().print(table(result))
+        if world.rank == 0:
+            write_json(args.json, result)
+            Console().print(table(result))
     return 0
 
 
@@ -140,33 +131,32 @@ def _environment(device: torch.device) -> AbstractContextManager[None]:
 class _Bench:
     """All variants."""
 
-    def __init__(self, args: BenchArguments, device: torch.device, emulation: Emulation) -> None:
+    def __init__(self, args: BenchArguments, world: MeasuredWorld) -> None:
         from ep_overlap.models.groups import new_expert_groups
 
         self._args = args
-        self._device = device
-        self._emulation = emulation
-        self._links = emulation.links
+        self._world = world
+        self._device = world.device
         self._data = ByteBatches(
             tokens=load_bytes(None),
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             seed=args.seed,
-            rank=0,
-            num_ranks=1,
+            rank=world.rank,
+            num_ranks=world.size,
         )
-        self._groups = new_expert_groups(args.emulate_world)
+        self._groups = new_expert_groups(world.size)
         uses_te = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
         self.variants = [
             _Variant(kind=kind, step=self._step_of(kind))
             for kind in KINDS
             if uses_te or kind.order is not None or not kind.delay
+            if kind.has_links or world.has_compute_alone
         ]
 
     def round(self, number: int) -> Iterator[None]:
         """One sample of each variant, on the same data; yields after each."""
-        made = self._data.microbatches(number, self._args.num_microbatches)
-        batches = [(tokens.to(self._device), labels.to(self._device)) for tokens, labels in made]
+        batches = self._batches(number)
         for variant in self.variants if number % 2 == 0 else reversed(self.variants):
             sample = self._sample(variant, batches)
             if number >= NUM_WARMUP_ROUNDS:
@@ -174,30 +164,28 @@ class _Bench:
             yield
 
     def _sample(self, variant: _Variant, batches: Sequence[Microbatch]) -> _Sample:
-        self._emulation.links = self._links if variant.kind.has_links else EmulatedLinks()
-        self._now_s()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        variant.step(batches)
-        start_s = self._now_s()
-        start_bytes = 0
-        if self._device.type == "cuda":
-            start_bytes = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        variant.step(batches)
-        issued_s = perf_counter()
-        end_s = self._now_s()
-        peak_bytes = torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
+        world, is_gpu = self._world, self._device.type == "cuda"
+        with nullcontext() if variant.kind.has_links else world.without_links():
+            world.together()
+            if is_gpu:
+                torch.cuda.empty_cache()
+            variant.step(batches)
+            world.together()
+            start_bytes = 0
+            if is_gpu:
+                start_bytes = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+            start_s = perf_counter()
+            variant.step(batches)
+            issued_s = perf_counter()
+            if is_gpu:
+                torch.cuda.synchronize()
+            end_s = perf_counter()
         return _Sample(
-            step_time_s=end_s - start_s,
+            step_time_s=world.slowest(end_s - start_s),
             host_s=issued_s - start_s,
-            peak_bytes=peak_bytes - start_bytes,
+            peak_bytes=torch.cuda.max_memory_allocated() - start_bytes if is_gpu else 0,
         )
-
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return perf_counter()
 
     def _step_of(self, kind: _Kind) -> Callable[[Sequence[Microbatch]], None]:
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -258,13 +246,19 @@ class _Bench:
         return build_gpt(sizes, self._groups, seed=args.seed, device=self._device)
 
     def result(self) -> dict[str, Any]:
-        """What was found, as JSON has it."""
-        args, link_s = self._args, self._link_time_s()
+        """What was found, as JSON has it. Collective."""
+        args = self._args
+        (standard,) = (v for v in self.variants if v.kind.has_links and not v.kind.overlap)
+        batches = self._batches(0)
+        link_s = self._world.link_s(lambda: standard.step(batches))
         times = {
             variant.kind.name: [sample.step_time_s for sample in variant.samples]
             for variant in self.variants
         }
-        compute_s = median(times[COMPUTE])
+        if COMPUTE in times:
+            compute_s = median(times[COMPUTE])
+        else:
+            compute_s = median(times[standard.kind.name]) - (link_s or 0.0)
         theirs = [v.kind.name for v in self.variants if v.kind.order is None and v.kind.has_links]
         best = min(theirs, key=lambda name: median(times[name]))
         variants: dict[str, Any] = {}
@@ -284,7 +278,7 @@ class _Bench:
         return {
             "device": torch.cuda.get_device_name() if is_gpu else "CPU",
             "counts_memory": is_gpu,
-            "world": self._links.describe(args.emulate_world),
+            "world": self._world.describe(),
             "num_layers": args.num_layers,
             "num_microbatches": args.num_microbatches,
             "micro_batch_size": args.micro_batch_size,
@@ -298,21 +292,9 @@ class _Bench:
             "variants": variants,
         }
 
-    def _link_time_s(self) -> float:
-        """What the links of a step's exchanges take, local copies apart."""
-        self._emulation.links = self._links
-        self._emulation.timed = True
-        self._emulation.clear()
-        (standard,) = (v for v in self.variants if v.kind.has_links and not v.kind.overlap)
-        batches = self._data.microbatches(0, self._args.num_microbatches)
-        standard.step([(a.to(self._device), b.to(self._device)) for a, b in batches])
-        spans = self._emulation.spans()
-        self._emulation.timed = False
-        exchanges = [span for span in spans if span.kind is CollectiveKind.A2A]
-        return sum(
-            self._links.latency_s + span.wire_bytes / self._links.a2a_bytes_per_s
-            for span in exchanges
-        )
+    def _batches(self, number: int) -> list[Microbatch]:
+        made = self._data.microbatches(number, self._args.num_microbatches)
+        return [(tokens.to(self._device), labels.to(self._device)) for tokens, labels in made]
 
 
 @final
@@ -344,7 +326,7 @@ def table(result: Mapping[str, Any]) -> Table:
         f"{result['num_microbatches']} microbatches of {result['micro_batch_size']} x "
         f"{result['seq_length']} tokens, routing {result['routing']}; {result['device']}, "
         f"{result['world']}; median of {result['rounds']} rounds",
-        caption=f"exchanges take {result['link_s'] * 1e3:.0f} ms of the emulated links; best of "
+        caption=f"exchanges take {_ms(result['link_s'])}; best of "
         f"megatron: {result['best_of_megatron']}, compared round by round; host: until all was "
         "issued; peak: over what is there without a step",
     )
@@ -362,3 +344,7 @@ def table(result: Mapping[str, Any]) -> Table:
             f"{variant['peak_bytes'] / _GIB:.1f}" if result["counts_memory"] else "-",
         )
     return shown
+
+
+def _ms(seconds: float | None) -> str:
+    return "a time that nobody tells" if seconds is None else f"{seconds * 1e3:.0f} ms of the links"
