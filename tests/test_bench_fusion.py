@@ -37,7 +37,10 @@ def test_it_measures_both_variants_on_an_emulated_world(tmp_path: Path, bf16: bo
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--sharding", "--sharding, --wgrad-fusion and --host-overhead are measurements; choose"),
+        (
+            "--sharding",
+            "--sharding, --wgrad-fusion, --host-overhead and --suite are measurements; choose",
+        ),
         ("--hidden-size 30 --num-attention-heads 4", "--hidden-size 30"),
         (
             "--transformer-impl transformer_engine --device cpu",

@@ -19,10 +19,13 @@ def run(flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_measures_megatrons_schedules_and_ours(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
+    out, plot = tmp_path / "result.json", tmp_path / "steps.svg"
     links = "a2a=10MBps,dp=1GBps,latency=1ms"
-    done = run(f"--against megatron {SMALL} --emulate {links} --json {out}")
+    done = run(f"--against megatron {SMALL} --emulate {links} --json {out} --plot {plot}")
     assert done.returncode == 0, done.stderr
+    drawn = plot.read_text()
+    assert "megatron combined" in drawn
+    assert "ours paired, delayed" in drawn
     result = json.loads(out.read_text())
     assert result["world"] == "emulated: 8 ranks, a2a 0.01 GB/s, dp 1 GB/s, latency 1 ms".replace(
         "1 ms", "1000 us"
@@ -48,6 +51,7 @@ def test_it_measures_megatrons_schedules_and_ours(tmp_path: Path) -> None:
     [
         ("--num-experts 6", "--num-experts 6 is not divisible by --emulate-world 8"),
         ("--emulate a2a=fast", "--emulate"),
+        ("--plot steps.pdf", "--plot steps.pdf: expected a name that ends in .png or .svg"),
         ("--sharding", "--sharding --against megatron: expected --against fsdp2"),
         ("--model reference", "--against megatron with --model reference"),
     ],

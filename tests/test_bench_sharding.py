@@ -123,7 +123,7 @@ def test_times_of_different_work_are_refused(theirs: float) -> None:
         ("--nproc 1", "expected 2 or more, since one rank has nothing to share"),
         (
             "--host-overhead",
-            "--sharding, --wgrad-fusion and --host-overhead are measurements; choose one",
+            "--sharding, --wgrad-fusion, --host-overhead and --suite are measurements; choose",
         ),
         ("--against ddp", "--against: expected one of fsdp2; got 'ddp'"),
         ("--num-blocks 0", "--num-blocks: expected 1 or more, got 0"),

@@ -37,6 +37,7 @@ from ep_overlap.plan.lower import Strategy
 from fsdp_hooks.placement import placements_of
 
 LINK_KINDS: Final = ("paced", "shaped")
+PLOT_FORMATS: Final = (".png", ".svg")
 
 _COUNTS: Final = (
     "num_layers",
@@ -102,6 +103,7 @@ _FUSION_SETTINGS: Final = (
 """What ``bench --wgrad-fusion`` reads."""
 
 _MEGATRON_SETTINGS: Final = (
+    "plot",
     "emulate",
     "emulate_world",
     "num_query_groups",
@@ -130,7 +132,7 @@ _MEGATRON_READS: Final = (
 )
 """What it reads, all in all."""
 
-_OUTPUTS: Final = ("json", "trace", "output")
+_OUTPUTS: Final = ("json", "trace", "output", "plot")
 """The fields that name a file to write."""
 
 
@@ -150,12 +152,18 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             if args.overlap_moe_expert_parallel_comm:
                 yield from _bad_plan(args)
         case BenchArguments():
+            yield from _bad_plot(args)
             if args.link is not None:
                 yield from _bad_link(args.link)
-            if sum((args.sharding, args.wgrad_fusion, args.host_overhead)) > 1:
-                yield "--sharding, --wgrad-fusion and --host-overhead are measurements; choose one"
+            if sum((args.sharding, args.wgrad_fusion, args.host_overhead, bool(args.suite))) > 1:
+                yield (
+                    "--sharding, --wgrad-fusion, --host-overhead and --suite are measurements; "
+                    "choose one"
+                )
             if args.sharding:
                 yield from _bad_sharding(args, environ)
+            elif args.suite is not None:
+                yield from _bad_suite(args, environ)
             elif args.wgrad_fusion:
                 yield from _bad_heads(args)
                 yield from _bad_layers(args)
@@ -198,6 +206,9 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from _unused_by_host_overhead(args)
         case BenchArguments() if args.wgrad_fusion:
             yield from _unused_by_fusion(args)
+        case BenchArguments() if args.suite is not None:
+            for name in _given_beside(args, "suite", "json", "plot", "nproc", "device", "rounds"):
+                yield f"{_spelled(name)} has no effect with --suite: its sizes are fixed"
         case BenchArguments() if args.against is Peer.MEGATRON:
             unread = ("emulate_world",) if args.emulates_nothing else ("nproc",)
             reads = {*_MEGATRON_READS, "emulate_world", "nproc"}.difference(unread)
@@ -498,6 +509,19 @@ def _bad_link(text: str) -> Iterator[str]:
         parse_rate(rate)
     except ValueError as error:
         yield f"--link {text!r}: {error}"
+
+
+def _bad_suite(args: BenchArguments, environ: Mapping[str, str]) -> Iterator[str]:
+    num_ranks = args.num_ranks(environ)
+    if num_ranks not in (2, 4, 8):
+        yield f"--nproc {num_ranks} with --suite: expected 2, 4 or 8"
+    if find_spec("megatron") is None:
+        yield "--suite: megatron-core is not installed; pip install 'ep-overlap[megatron]'"
+
+
+def _bad_plot(args: BenchArguments) -> Iterator[str]:
+    if args.plot is not None and args.plot.suffix not in PLOT_FORMATS:
+        yield f"--plot {args.plot}: expected a name that ends in {' or '.join(PLOT_FORMATS)}"
 
 
 def _bad_emulation(args: BenchArguments, environ: Mapping[str, str]) -> Iterator[str]:

@@ -45,6 +45,12 @@ class TransformerImpl(StrEnum):
     TRANSFORMER_ENGINE = "transformer_engine"
 
 
+class Suite(StrEnum):
+    """``--suite``."""
+
+    MULTI_GPU = "multi-gpu"
+
+
 class OptimizerName(StrEnum):
     """``--optimizer``."""
 
@@ -283,6 +289,9 @@ class BenchArguments(
         metavar="LINKS",
     )
     emulate_world: int = _flag(8, "ranks of the world of --against megatron; one of them runs")
+    plot: Path | None = _flag(
+        None, "draw the steps of --against megatron, or --suite, .png or .svg", metavar="FILE"
+    )
     num_query_groups: int | None = _flag(
         None, "groups of keys and values; --against megatron (default: one for each head)"
     )
@@ -292,6 +301,9 @@ class BenchArguments(
     vocab_size: int = _flag(256, "of --against megatron, whose text is bytes")
     wgrad_fusion: bool = _flag(
         False, "measure fused against separate weight gradients instead: a dense model, one rank"
+    )
+    suite: Suite | None = _flag(
+        None, "run parity, proof of overlap and steps against megatron-core on all GPUs instead"
     )
     num_blocks: int = _flag(6, "blocks of --sharding and --wgrad-fusion, each a unit")
     delay_wgrad_compute: bool = _flag(

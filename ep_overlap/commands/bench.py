@@ -5,6 +5,7 @@ no overlap but that of dispatch's backward with the experts' W.
 
 Its other measurements are in files of their own: ``--sharding`` in ``bench_sharding.py``,
 ``--wgrad-fusion`` in ``bench_fusion.py``, ``--against megatron`` in ``bench_megatron.py``,
+``--suite`` in ``suite.py``,
 ``--host-overhead`` in ``report/host_overhead.py``.
 
 Each variant is a model of its own, from the same seed, trained on the same text: equal losses say
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ep_overlap.commands import bench_fusion, bench_megatron, bench_sharding
+from ep_overlap.commands import bench_fusion, bench_megatron, bench_sharding, suite
 from ep_overlap.commands.arguments import BenchArguments, Peer
 from ep_overlap.commands.results import write_json, write_trace
 from ep_overlap.commands.running import (
@@ -62,6 +63,8 @@ def run(args: BenchArguments) -> int:
         return _host_overhead(args)
     if args.wgrad_fusion:
         return bench_fusion.run(args)
+    if args.suite is not None:
+        return suite.run(args)
     if args.against is Peer.MEGATRON:
         return bench_megatron.run(args)
     kind, _, rate = args.link_in_use.partition(":")

@@ -39,6 +39,8 @@ from ep_overlap.commands.results import write_json
 from ep_overlap.commands.running import own_command, quiet_import, running
 from ep_overlap.commands.world import choose_device
 from ep_overlap.processes.launch import launch
+from ep_overlap.report.steps_picture import draw
+from fsdp_hooks.collectives import new_torch_group
 
 NUM_WARMUP_ROUNDS: Final = 1
 COMPUTE: Final = "compute alone"
@@ -99,23 +101,36 @@ def run(args: BenchArguments) -> int:
     if args.emulates_nothing and "RANK" not in os.environ:
         choose_device(args.device)
         return launch(own_command(), nproc=args.nproc)
-    with measured_world(args) as world, _environment(world.device):
-        bench = _Bench(args, world)
-        console = Console(stderr=True, quiet=world.rank != 0)
-        with running(), Progress(console=console, transient=True) as progress:
-            num_rounds = NUM_WARMUP_ROUNDS + args.rounds
-            task = progress.add_task("rounds", total=num_rounds * len(bench.variants))
-            for number in range(num_rounds):
-                for _ in bench.round(number):
-                    progress.advance(task)
-            result = bench.result()
+    with measured_world(args) as world, environment(world.device):
+        with running():
+            result = measure(args, world)
         if world.rank == 0:
             write_json(args.json, result)
+            if args.plot is not None:
+                draw(result, args.plot)
             Console().print(table(result))
     return 0
 
 
-def _environment(device: torch.device) -> AbstractContextManager[None]:
+def measure(args: BenchArguments, world: MeasuredWorld) -> dict[str, Any]:
+    """All rounds; the result as JSON has it. Collective; within ``environment``."""
+    bench = _Bench(args, world)
+    console = Console(stderr=True, quiet=world.rank != 0)
+    with Progress(console=console, transient=True) as progress:
+        num_rounds = NUM_WARMUP_ROUNDS + args.rounds
+        task = progress.add_task("rounds", total=num_rounds * len(bench.variants))
+        for number in range(num_rounds):
+            for _ in bench.round(number):
+                progress.advance(task)
+    return bench.result()
+
+
+def environment(device: torch.device) -> AbstractContextManager[None]:
+    """What megatron-core's schedules and ours need process-wide, until the block ends.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
     try:
         with quiet_import():
             from ep_overlap.models import megatron_build
@@ -146,6 +161,7 @@ class _Bench:
             num_ranks=world.size,
         )
         self._groups = new_expert_groups(world.size)
+        self._alone = new_torch_group([world.rank], "one_rank")
         uses_te = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
         self.variants = [
             _Variant(kind=kind, step=self._step_of(kind))
@@ -243,7 +259,9 @@ class _Bench:
                 "delay_wgrad_compute": kind.delay,
             },
         )
-        return build_gpt(sizes, self._groups, seed=args.seed, device=self._device)
+        return build_gpt(
+            sizes, self._groups, seed=args.seed, device=self._device, alone=self._alone
+        )
 
     def result(self) -> dict[str, Any]:
         """What was found, as JSON has it. Collective."""

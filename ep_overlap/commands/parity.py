@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ep_overlap.commands.trainee import StandardStep, Trainee
 from ep_overlap.commands.world import World, local_part
 
 CLOSE_TOLERANCE: Final = 1e-5
@@ -70,3 +71,44 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     largest = theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)
     difference = float(((ours - theirs).abs().max() / largest).item())
     return difference if difference == difference and difference > 0 else float("inf")
+
+
+@final
+class Baseline:
+    """The same model beside it on the standard path, compared after every step.
+
+    Args:
+        trainee: what is tried.
+        twin: built by the same recipe.
+        stepper: the twin's.
+        world: the ranks that both are on.
+    """
+
+    def __init__(
+        self, trainee: Trainee, twin: Trainee, stepper: StandardStep, world: World
+    ) -> None:
+        self.parity = Parity.BITWISE
+        self._modules = (trainee.module, twin.module)
+        self._twin = twin
+        self._stepper = stepper
+        self._world = world
+
+    def step(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        losses: Sequence[Tensor],
+    ) -> None:
+        """The twin's step on the same ``pairs`` of tokens and targets; losses and gradients are
+        compared. Collective."""
+        twin = self._twin
+        twin.optimizer.zero_grad()
+        expected = self._stepper.step([twin.make_batch(*pair) for pair in pairs]).losses
+        found = compare((losses, expected), self._modules, self._world, gradients=True)
+        self.parity = worse(self.parity, found)
+
+    def after_update(self) -> None:
+        """The trainee's optimizer has stepped: so does the twin's, and weights are compared.
+        Collective."""
+        self._twin.optimizer.step()
+        found = compare(((), ()), self._modules, self._world, gradients=False)
+        self.parity = worse(self.parity, found)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
 
 import torch
 
@@ -11,7 +10,7 @@ from ep_overlap.commands.arguments import TrainArguments
 from ep_overlap.commands.checkpoint_record import Start
 from ep_overlap.commands.checkpointing import load, save
 from ep_overlap.commands.history import History, Iteration, progress_bar, report
-from ep_overlap.commands.parity import Parity, compare, worse
+from ep_overlap.commands.parity import Baseline
 from ep_overlap.commands.plan_arguments import order_of, read_order
 from ep_overlap.commands.results import write_json, write_trace
 from ep_overlap.commands.running import (
@@ -77,7 +76,7 @@ def _train(args: TrainArguments, world: World) -> None:
         twin = build_trainee(recipe, world, meshes)
         if args.load is not None:
             load(args.load, twin, world, lr=args.lr)
-        baseline = _Baseline(trainee, twin, StandardStep(twin, args.num_microbatches, world), world)
+        baseline = Baseline(trainee, twin, StandardStep(twin, args.num_microbatches, world), world)
     step_tokens = args.seq_length * args.micro_batch_size * args.num_microbatches * world.size
     history = History(step_tokens=step_tokens)
     chrome = None if args.trace is None else ChromeTrace(rank=world.rank, origin_ns=0)
@@ -104,7 +103,7 @@ def _train(args: TrainArguments, world: World) -> None:
 def _iterate(
     trainee: Trainee,
     stepper: Stepper,
-    baseline: "_Baseline | None",
+    baseline: "Baseline | None",
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     world: World,
 ) -> tuple[Iteration, StepTrace | None]:
@@ -121,33 +120,3 @@ def _iterate(
     (loss,) = world.mean([float(torch.stack(result.losses).mean())])
     done = Iteration(loss=loss, grad_norm=norm, step_time_s=step_time_s, share=result.hidden_share)
     return done, result.trace
-
-
-@final
-class _Baseline:
-    """The same model beside it on the standard path, compared after every step."""
-
-    def __init__(
-        self, trainee: Trainee, twin: Trainee, stepper: StandardStep, world: World
-    ) -> None:
-        self.parity = Parity.BITWISE
-        self._modules = (trainee.module, twin.module)
-        self._twin = twin
-        self._stepper = stepper
-        self._world = world
-
-    def step(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        losses: Sequence[torch.Tensor],
-    ) -> None:
-        twin = self._twin
-        twin.optimizer.zero_grad()
-        expected = self._stepper.step([twin.make_batch(*pair) for pair in pairs]).losses
-        found = compare((losses, expected), self._modules, self._world, gradients=True)
-        self.parity = worse(self.parity, found)
-
-    def after_update(self) -> None:
-        self._twin.optimizer.step()
-        found = compare(((), ()), self._modules, self._world, gradients=False)
-        self.parity = worse(self.parity, found)

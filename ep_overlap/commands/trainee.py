@@ -218,6 +218,9 @@ def _build_parts(
             groups,
             seed=recipe.seed,
             device=world.device,
+            alone=world.new_group(
+                [world.rank], name="one_rank", kind=CollectiveKind.OTHER, wire=None
+            ),
         )
     )
     return parts, mean_loss, parts.batch

@@ -42,11 +42,24 @@ class World:
     """For results and clocks; not timed, used by the main thread alone."""
     links: list[LinkGroup] = field(default_factory=list)
     """All that were made, in order."""
+    reusable: dict[tuple[tuple[int, ...], str], ProcessGroup] | None = None
+    """Groups by ranks and name, of models that run one after another; None: each model gets its
+    own."""
 
     def new_group(
         self, ranks: Sequence[int], *, name: str, kind: CollectiveKind | None, wire: Wire | None
     ) -> ProcessGroup:
         """A group for one lane; only its members call."""
+        if self.reusable is None:
+            return self._made(ranks, name=name, kind=kind, wire=wire)
+        key = tuple(ranks), name
+        if key not in self.reusable:
+            self.reusable[key] = self._made(ranks, name=name, kind=kind, wire=wire)
+        return self.reusable[key]
+
+    def _made(
+        self, ranks: Sequence[int], *, name: str, kind: CollectiveKind | None, wire: Wire | None
+    ) -> ProcessGroup:
         if self.device.type == "cuda":
             return new_torch_group(ranks, name)
         link = new_link_group(

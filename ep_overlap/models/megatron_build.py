@@ -29,6 +29,7 @@ try:
         get_gpt_mtp_block_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -40,10 +41,13 @@ try:
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
 
+MegatronModel = GPTModel | HybridModel
+"""What can be cut into parts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronSizes:
-    """Sizes of a GPTModel."""
+    """Sizes of a model."""
 
     num_layers: int
     hidden_size: int
@@ -131,6 +135,7 @@ def build_gpt(
     device: torch.device | str = "cpu",
     everyone: ProcessGroup | None = None,
     tensor_parallel: ProcessGroup | None = None,
+    alone: ProcessGroup | None = None,
 ) -> GPTModel:
     """Build the model: megatron-core's local layers with SequentialMLP, or Transformer Engine's
     with TEGroupedMLP.
@@ -149,23 +154,16 @@ def build_gpt(
         tensor_parallel: the ranks that share each matrix, as many as
             ``tensor_model_parallel_size`` in ``sizes.settings``; None: this one alone. Their
             shards are drawn alike.
+        alone: this rank's own group, for all that is not parallel; None: a new one. Models may
+            share it. (Over gloo every group has a thread that polls.)
 
     Raises:
         ValueError: the experts cannot be divided evenly among the ranks.
         RuntimeError: ``torch.distributed`` is not initialised; megatron-core ignores the groups it
             is given until it is.
     """
-    if sizes.num_experts % groups.size:
-        raise ValueError(
-            f"num_experts {sizes.num_experts} is not a multiple of the expert-parallel size "
-            f"{groups.size}"
-        )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "megatron-core needs torch.distributed, with one rank too: call init_process_group "
-            "before build_gpt"
-        )
-    with _without_notes():
+    check_world(sizes, groups)
+    with without_notes():
         config = transformer_config(sizes, groups.size)
         uses_te = sizes.transformer_impl == "transformer_engine"
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, pp_rank=0)
@@ -180,23 +178,40 @@ def build_gpt(
             vocab_size=sizes.vocab_size,
             max_sequence_length=sizes.seq_length,
             position_embedding_type=sizes.positions,
-            pg_collection=process_groups(groups, everyone, tensor_parallel),
+            pg_collection=process_groups(groups, everyone, tensor_parallel, alone),
         )
-    _initialise(model, seed)
+    initialise(model, seed)
     return model.to(device=device, dtype=sizes.dtype)
+
+
+def check_world(sizes: MegatronSizes, groups: ExpertGroups) -> None:
+    """Raises as ``build_gpt``."""
+    if sizes.num_experts % groups.size:
+        raise ValueError(
+            f"num_experts {sizes.num_experts} is not a multiple of the expert-parallel size "
+            f"{groups.size}"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "megatron-core needs torch.distributed, with one rank too: call init_process_group "
+            "before you build a model"
+        )
 
 
 def process_groups(
     groups: ExpertGroups,
     everyone: ProcessGroup | None = None,
     tensor_parallel: ProcessGroup | None = None,
+    alone: ProcessGroup | None = None,
 ) -> ProcessGroupCollection:
     """megatron-core's collection: the expert groups, and for all else a group of this rank.
 
-    ``everyone``, ``tensor_parallel``: see ``build_gpt``.
+    ``everyone``, ``tensor_parallel``, ``alone``: see ``build_gpt``.
     """
     # A real group: the loss reduces over tensor-parallel ranks even where there is one.
-    lone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_rank")
+    lone = alone or dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True, group_desc="one_rank"
+    )
     chosen: dict[str, object] = {field.name: lone for field in fields(ProcessGroupCollection)}
     chosen |= {"ep": groups.exchange, "tp_ep": groups.counts, "hcp": [lone]}
     chosen |= {"tp_dp_cp": everyone or lone}
@@ -207,7 +222,7 @@ def process_groups(
 
 
 @torch.no_grad()
-def _initialise(model: GPTModel, seed: int) -> None:
+def initialise(model: MegatronModel, seed: int) -> None:
     """Draw every weight matrix anew, each from a seed of its own global name.
 
     Built as they are, ranks with one seed would hold equal experts, and the weights that follow
@@ -236,7 +251,7 @@ _GROUPED: Final = re.compile(
 )
 
 
-def global_name(model: GPTModel, name: str) -> str:
+def global_name(model: MegatronModel, name: str) -> str:
     """The parameter's name with its expert's index in the whole model instead of on this rank.
 
     It is the parameter's name in the same model built without expert parallelism, of local layers:
@@ -255,7 +270,7 @@ def global_name(model: GPTModel, name: str) -> str:
 
 
 @contextmanager
-def _without_notes() -> Generator[None]:
+def without_notes() -> Generator[None]:
     """Keep back what megatron-core says at each build and no user can act on.
 
     That GPTModel is to give way to HybridModel (logged), and that defaults of its own settings are
