@@ -36,6 +36,7 @@ WRAPPED: Final = f"{DROPIN}test_unknown_wrappers_are_refused_wherever_they_are"
 PLAIN: Final = "test_megatron_differential.py::test_two_ranks_equal_megatrons_plain_schedule"
 
 NOT_YET: Final = "not built yet"
+NO_HYBRID: Final = "accepts, and fails: the model has no `build_schedule_plan`"
 
 TENSOR_PARALLEL: Final[Mapping[str, Any]] = {
     "tensor_model_parallel_size": 2,
@@ -236,10 +237,10 @@ THEIR_LIMITS: Final = (
         config={"recompute_modules": ["gdn_norm_out"], "recompute_granularity": "selective"},
     ),
     Row(
-        what="`HybridModel`, Mamba layers",
-        theirs=ACCEPTED,
-        remark=NOT_YET,
-        shown_by=f"{DROPIN}test_a_module_that_holds_no_gpt_model_is_refused",
+        what="`HybridModel` of other layers: Mamba, other attention, experts without attention",
+        theirs=NO_HYBRID,
+        remark="a layer of the schedule is attention and what follows it; change the pattern",
+        shown_by="test_megatron_hybrid.py::test_what_is_no_pair_is_refused_by_name",
     ),
     Row(
         what="CUDA graphs of attention or the router",
@@ -384,6 +385,13 @@ SUPPORTED: Final = (
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts"],
         },
+    ),
+    Row(
+        what="`HybridModel` of pairs: attention with experts (`*E`) or with an MLP (`*-`)",
+        theirs=NO_HYBRID,
+        supported=True,
+        shown_by=PLAIN,
+        remark="a pair is a layer of the schedule; with `fully_shard`, its two modules are units",
     ),
     Row(
         what="tensor parallel, with sequence parallel",

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep_overlap.config import OverlapConfig
 from ep_overlap.plan.action import ROOT_UNIT, Compute, Lane, Node, Phase
@@ -30,7 +30,8 @@ from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import unit_given, unit_read
 from ep_overlap.run.check_parts import check_parts
-from ep_overlap.run.layer import ModelParts
+from ep_overlap.run.joined import GatherOrder, JoinedUnit
+from ep_overlap.run.layer import JoinedModules, ModelParts, modules_of
 from ep_overlap.run.node import NodeRun, forget_failed_backward
 from ep_overlap.run.recompute import wire_recomputed
 from ep_overlap.run.runner import Program
@@ -384,22 +385,32 @@ def _named_units(
                 "on the model too, last"
             )
         return {}
-    units: dict[str, UnitLifecycle] = {ROOT_UNIT: lifecycle.root_unit}
+    units: dict[str, list[UnitLifecycle]] = {ROOT_UNIT: [lifecycle.root_unit]}
     for index, layer in enumerate(model.layers):
-        unit = lifecycle.unit_of(layer.module)
-        if unit is None or unit is lifecycle.root_unit:
-            raise ValueError(
-                f"layer {index} ({type(layer.module).__name__}) is not a unit of its own; call "
-                "fully_shard on each layer, then on the whole model"
-            )
-        units[f"L{index}"] = unit
-    others = [unit.name for unit in lifecycle.inner_units if unit not in units.values()]
+        units[f"L{index}"] = [
+            _unit_of(module, index, lifecycle) for module in modules_of(layer.module)
+        ]
+    used = [unit for of_one in units.values() for unit in of_one]
+    others = [unit.name for unit in lifecycle.inner_units if unit not in used]
     if others:
         raise ValueError(
             f"units {', '.join(others)} are neither layers nor the root; a schedule needs one "
             "unit a layer: shard layers whole"
         )
-    return units
+    if any(isinstance(layer.module, JoinedModules) for layer in model.layers):
+        order = GatherOrder(len(used))
+        return {name: JoinedUnit(name, of_one, order) for name, of_one in units.items()}
+    return {name: unit for name, (unit,) in units.items()}
+
+
+def _unit_of(module: nn.Module, index: int, lifecycle: RootLifecycle) -> UnitLifecycle:
+    unit = lifecycle.unit_of(module)
+    if unit is None or unit is lifecycle.root_unit:
+        raise ValueError(
+            f"layer {index} ({type(module).__name__}) is not a unit of its own; call fully_shard "
+            "on each layer (modules_of says of what modules it consists), then on the whole model"
+        )
+    return unit
 
 
 def _clear_frames(error: BaseException | None, *, until: BaseException | None) -> None:

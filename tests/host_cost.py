@@ -57,12 +57,12 @@ def watching() -> Iterator[Inside]:
     from megatron.core.models.common import model_chunk_schedule_plan as theirs
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-    from ep_overlap.models import megatron_parts
+    from ep_overlap.models import megatron_layers, megatron_parts
     from ep_overlap.run import node
 
     inside = Inside()
     for part in ("attn", "dispatch", "mlp", "combine", "finish"):
-        inside.watch(megatron_parts.GPTMoELayer, part)
+        inside.watch(megatron_layers.MegatronMoELayer, part)
     for part in ("pre", "post"):
         inside.watch(megatron_parts.GPTParts, part)
     inside.watch(node, "_RUN_ENGINE")

@@ -27,7 +27,10 @@ from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
 from ep_overlap.models.megatron_cpu import megatron_training_on_cpu
+from ep_overlap.models.megatron_hybrid import HybridParts
+from ep_overlap.models.megatron_hybrid_build import build_hybrid
 from ep_overlap.models.megatron_parts import GPTBatch, GPTParts, mean_loss
+from ep_overlap.run.layer import modules_of
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.adapters.megatron_ddp import MegatronDdp
 from fsdp_hooks.streams import StreamKind
@@ -48,6 +51,8 @@ class Case:
     freq: int = 1
     tied: bool = False
     shared: bool = False
+    pattern: str | None = None
+    """Of a HybridModel, in place of ``layers`` and ``freq``."""
     ddp: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of ``DistributedDataParallelConfig``."""
     microbatches: int = 3
@@ -96,7 +101,7 @@ class Trained:
     """What a script holds: DDP around the model, its optimizer; and the parts for a schedule."""
 
     ddp: DistributedDataParallel
-    parts: GPTParts
+    parts: GPTParts | HybridParts
     optimizer: MegatronOptimizer
     groups: Groups
 
@@ -133,7 +138,11 @@ def trained(case: Case, groups: Groups) -> Trained:
         tied_embeddings=case.tied,
         dtype=case.dtype,
     )
-    model = build_gpt(sizes, groups.experts, seed=5)
+    if case.pattern is None:
+        parts = GPTParts(build_gpt(sizes, groups.experts, seed=5))
+    else:
+        parts = HybridParts(build_hybrid(sizes, case.pattern, groups.experts, seed=5))
+    model = parts.module
     inside = Float16Module(model.config, model) if case.float16_module else model
     ddp_config = DistributedDataParallelConfig(**{"bucket_size": SMALL_BUCKETS, **case.ddp})
     ddp = DistributedDataParallel(model.config, ddp_config, inside, pg_collection=groups.collection)
@@ -151,7 +160,7 @@ def trained(case: Case, groups: Groups) -> Trained:
     )
     model.config.no_sync_func = ddp.no_sync
     model.config.finalize_model_grads_func = finalize_model_grads
-    return Trained(ddp=ddp, parts=GPTParts(model), optimizer=optimizer, groups=groups)
+    return Trained(ddp=ddp, parts=parts, optimizer=optimizer, groups=groups)
 
 
 @contextmanager
@@ -218,7 +227,7 @@ def standard_step(model: Trained) -> Step:
 
 
 def core_of(case: Case, model: Trained) -> MegatronDdp:
-    layers = [layer.module for layer in model.parts.layers]
+    layers = [module for layer in model.parts.layers for module in modules_of(layer.module)]
     return MegatronDdp(model.ddp, layers, stream_kind=case.kind)
 
 

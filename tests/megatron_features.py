@@ -121,6 +121,25 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
             **TENSOR_PARALLEL,
         },
     },
+    "hybrid": {"pattern": "*E*E"},
+    "hybrid, dense first": {
+        "pattern": "*-*E",
+        "shared_expert_ffn_hidden_size": 12,
+        "settings": ROUTER_LOSSES,
+    },
+    "hybrid, MTP 2, tied": {"pattern": "*E*E/*E/*E", "tied_embeddings": True},
+    "hybrid, recompute, dropout": {
+        "pattern": "*E*-*E",
+        "shared_expert_ffn_hidden_size": 12,
+        "positions": "learned_absolute",
+        "settings": {**recompute("core_attn", "layernorm", "mlp"), **DROPOUT},
+    },
+    "hybrid, tensor parallel": {
+        "pattern": "*-*E",
+        "tied_embeddings": True,
+        "shared_expert_ffn_hidden_size": 12,
+        "settings": {**TENSOR_PARALLEL, **ROUTER_LOSSES},
+    },
     "all at once": {
         "num_layers": 3,
         "moe_layer_freq": (0, 1, 1),
@@ -130,9 +149,21 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
         "settings": {**LATENT, **ROUTER_LOSSES, **DROPOUT},
     },
 }
-SHARED_SEQUENCES = frozenset({"tensor parallel", "recompute, tensor parallel"})
+HYBRID = frozenset(feature for feature, chosen in FEATURES.items() if "pattern" in chosen)
+"""Those of HybridModel, by its pattern."""
+SHARED_SEQUENCES = frozenset(
+    {"tensor parallel", "recompute, tensor parallel", "hybrid, tensor parallel"}
+)
 """Their weight gradients are not delayed."""
-DRAWING = frozenset({"dropout", "router noise", "recompute, dropout", "all at once"})
+DRAWING = frozenset(
+    {
+        "dropout",
+        "router noise",
+        "recompute, dropout",
+        "hybrid, recompute, dropout",
+        "all at once",
+    }
+)
 """Those that draw random numbers: the paired order refuses them."""
 
 
@@ -205,17 +236,24 @@ def sizes_of(feature: str, dtype: torch.dtype) -> Any:
         seq_length=SEQ_LENGTH,
         dtype=dtype,
     )
-    return replace(sizes, **FEATURES[feature])
+    chosen = {name: value for name, value in FEATURES[feature].items() if name != "pattern"}
+    return replace(sizes, **chosen)
 
 
 def model_of(feature: str, dtype: torch.dtype, groups: Groups) -> Any:
     from ep_overlap.models.megatron_build import build_gpt
+    from ep_overlap.models.megatron_hybrid_build import build_hybrid
 
     sizes = sizes_of(feature, dtype)
     is_shared = "tensor_model_parallel_size" in sizes.settings
-    tensor_parallel = groups.tensor_parallel if is_shared else None
-    model = build_gpt(
-        sizes, groups.experts, seed=3, everyone=groups.everyone, tensor_parallel=tensor_parallel
+    which = (FEATURES[feature]["pattern"],) if feature in HYBRID else ()
+    model = (build_hybrid if which else build_gpt)(
+        sizes,
+        *which,
+        groups.experts,
+        seed=3,
+        everyone=groups.everyone,
+        tensor_parallel=groups.tensor_parallel if is_shared else None,
     )
     if is_shared:
         _tell_shards_apart(model)
@@ -224,6 +262,14 @@ def model_of(feature: str, dtype: torch.dtype, groups: Groups) -> Any:
             # megatron-core hands this one no group, and asks ``parallel_state``.
             layer.self_attention.linear_q_proj.tp_group = model.pg_collection.tp
     return model
+
+
+def parts_of(model: Any) -> Any:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from ep_overlap.models.megatron import GPTParts, HybridParts
+
+    return (GPTParts if isinstance(model, GPTModel) else HybridParts)(model)
 
 
 @contextmanager
@@ -278,19 +324,17 @@ def every_difference_sharded(cases: Sequence[Case]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     with megatron_on_cpu():
         for case in cases:
-            theirs = _sharded(case, groups, meshes)
+            theirs = sharded(case, groups, meshes)
             expected = standard_step(theirs, case)
-            model = _sharded(case, groups, meshes).module
+            model = sharded(case, groups, meshes).module
             found[str(case)] = unequal(our_step(model, case), expected)
             if misses := lifecycle_of(model).stats.hook_misses:
                 found[str(case)].append(f"{misses} hook misses")
     return {case: names for case, names in found.items() if names}
 
 
-def _sharded(case: Case, groups: Groups, meshes: support.Groups) -> Any:
-    from ep_overlap.models.megatron import GPTParts
-
-    parts = GPTParts(model_of(case.feature, case.dtype, groups))
+def sharded(case: Case, groups: Groups, meshes: support.Groups) -> Any:
+    parts = parts_of(model_of(case.feature, case.dtype, groups))
     support.shard(parts, support.Case(strategy=case.strategy, ep=2), meshes)
     if case.fuse:
         manage_wgrad(parts.module, fuse=True, layer_types=parts.wgrad_layers)
@@ -327,8 +371,6 @@ def their_step(model: Any, num_microbatches: int) -> dict[str, Tensor]:
     """megatron-core's own, without overlap."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    from ep_overlap.models.megatron import GPTParts
-
     def forward_step(iterator: Iterator[Any], called: Any) -> Any:
         batch = next(iterator)
         output = called(
@@ -345,7 +387,7 @@ def their_step(model: Any, num_microbatches: int) -> dict[str, Tensor]:
     torch.manual_seed(dist.get_rank())
     losses = forward_backward_no_pipelining(
         forward_step_func=forward_step,
-        data_iterator=iter(batches_of(GPTParts(model), num_microbatches)),
+        data_iterator=iter(batches_of(parts_of(model), num_microbatches)),
         model=model,
         num_microbatches=num_microbatches,
         seq_length=SEQ_LENGTH,
@@ -356,10 +398,10 @@ def their_step(model: Any, num_microbatches: int) -> dict[str, Tensor]:
 
 
 def our_step(model: Any, case: Case) -> dict[str, Tensor]:
-    from ep_overlap.models.megatron import GPTParts, mean_loss
+    from ep_overlap.models.megatron import mean_loss
     from ep_overlap.schedule import OverlapSchedule
 
-    parts = GPTParts(model)
+    parts = parts_of(model)
     config = OverlapConfig(
         num_microbatches=case.microbatches,
         order=case.order,

@@ -26,7 +26,10 @@ from ep_overlap.models.megatron import get_forward_backward_func
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
 from ep_overlap.models.megatron_cpu import megatron_schedule_on_cpu
 from ep_overlap.models.megatron_cpu_fsdp import megatron_fsdp_on_cpu
+from ep_overlap.models.megatron_hybrid import HybridParts
+from ep_overlap.models.megatron_hybrid_build import build_hybrid
 from ep_overlap.models.megatron_parts import GPTBatch, GPTParts, mean_loss
+from ep_overlap.run.layer import modules_of
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.adapters.megatron_fsdp import MegatronFsdp
 from fsdp_hooks.streams import StreamKind
@@ -45,6 +48,8 @@ class Case:
     freq: int = 1
     tied: bool = False
     shared: bool = False
+    pattern: str | None = None
+    """Of a HybridModel, in place of ``layers`` and ``freq``."""
     frozen: bool = False
     """Whether the first router is."""
     per_token: bool = False
@@ -126,7 +131,7 @@ class Trained:
     """What a script holds: FSDP around the model, its optimizer; and the parts for a schedule."""
 
     fsdp: FullyShardedDataParallel
-    parts: GPTParts
+    parts: GPTParts | HybridParts
     optimizer: MegatronOptimizer
     groups: Groups
     collection: ProcessGroupCollection
@@ -158,7 +163,11 @@ def trained(case: Case, groups: Groups, **changed: Any) -> Trained:
         dtype=case.dtype,
     )
     collection = groups.of(case)
-    model = build_gpt(sizes, groups.experts, seed=5)
+    if case.pattern is None:
+        parts = GPTParts(build_gpt(sizes, groups.experts, seed=5))
+    else:
+        parts = HybridParts(build_hybrid(sizes, case.pattern, groups.experts, seed=5))
+    model = parts.module
     model.config.overlap_moe_expert_parallel_comm = case.overlap
     model.config.calculate_per_token_loss = case.per_token
     if case.frozen:
@@ -174,7 +183,6 @@ def trained(case: Case, groups: Groups, **changed: Any) -> Trained:
             **case.ddp,
         }
     )
-    parts = GPTParts(model)
     fsdp = FullyShardedDataParallel(
         model.config, ddp_config, model, pg_collection=collection, **changed
     )
@@ -272,7 +280,7 @@ def _step_of(model: Trained, forward_backward: Callable[..., Any]) -> Step:
 
 
 def core_of(case: Case, model: Trained) -> MegatronFsdp:
-    layers = [layer.module for layer in model.parts.layers]
+    layers = [module for layer in model.parts.layers for module in modules_of(layer.module)]
     return MegatronFsdp(model.fsdp, layers, stream_kind=case.kind)
 
 

@@ -18,7 +18,7 @@ from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
 from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, cross_entropy
 from ep_overlap.plan.action import NODES_OF, parse_action
-from ep_overlap.run.layer import ModelParts
+from ep_overlap.run.layer import ModelParts, modules_of
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks import fully_shard
 from fsdp_hooks.accumulation import microbatch
@@ -199,13 +199,10 @@ def shard(parts: Any, case: Case, groups: Groups) -> None:
     assert case.strategy is not None
     outer = case.hybrid or "no_shard"
     for layer in parts.layers:
-        fully_shard(
-            layer.module,
-            mesh=mesh_of,
-            strategy=case.strategy,
-            outer_strategy=outer,
-            mp=case.mp,
-        )
+        for module in modules_of(layer.module):
+            fully_shard(
+                module, mesh=mesh_of, strategy=case.strategy, outer_strategy=outer, mp=case.mp
+            )
     fully_shard(
         parts.module,
         mesh=mesh_of,

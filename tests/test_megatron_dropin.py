@@ -507,7 +507,7 @@ def test_an_unknown_wrapper_is_taken_with_a_life_cycle_of_its_own() -> None:
 def test_a_module_that_holds_no_gpt_model_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.config = gpt().config
-    with pytest.raises(ValueError, match=r"^Linear holds no GPTModel; expected one, or one in wr"):
+    with pytest.raises(ValueError, match=r"^Linear holds no GPTModel and no HybridModel; exp"):
         run(get_forward_backward_func(), model, pg_collection=gpt().pg_collection)
 
 

@@ -1,4 +1,4 @@
-"""Every feature of GPTModel that the parts support, bit for bit megatron-core's own step.
+"""Every feature that the parts of a model support, bit for bit megatron-core's own step.
 
 The whole table: ``python tests/megatron_features.py``.
 """
@@ -26,9 +26,11 @@ SHARDED = (
     "learned positions, MTP 1",
     "recompute",
     "recompute, latent attention, MTP 1",
+    "hybrid, MTP 2, tied",
+    "hybrid, recompute, dropout",
     "all at once",
 )
-ON_FOUR_RANKS = ("plain", "MTP 1", "all router losses", "all at once")
+ON_FOUR_RANKS = ("plain", "MTP 1", "all router losses", "hybrid, dense first", "all at once")
 
 
 def some_cases(feature: str) -> list[Case]:

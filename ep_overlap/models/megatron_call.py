@@ -11,13 +11,8 @@ from typing import Any, Final, final
 
 from torch import nn
 
-from ep_overlap.models.megatron_globals import INSTALL_HINT
-from ep_overlap.models.megatron_parts import GPTBatch
-
-try:
-    from megatron.core.models.gpt.gpt_model import GPTModel
-except ImportError as error:
-    raise ImportError(INSTALL_HINT) from error
+from ep_overlap.models.megatron_build import MegatronModel
+from ep_overlap.models.megatron_layers import GPTBatch
 
 LossFunc = Callable[..., Any]
 ForwardStepFunc = Callable[..., tuple[Any, LossFunc | None]]
@@ -31,16 +26,25 @@ class CalledBatch(GPTBatch):
 
 
 def note_call(
-    forward_step_func: ForwardStepFunc, data_iterator: Iterator[Any] | None, model: nn.Module
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Iterator[Any] | None,
+    model: nn.Module,
+    core: MegatronModel,
 ) -> CalledBatch:
     """What ``forward_step_func`` asks of the model for its next microbatch.
+
+    Args:
+        forward_step_func: the script's.
+        data_iterator: its first argument.
+        model: its second one, in whatever wrappers.
+        core: what is in the wrappers; its ``forward`` says what the arguments of a call are.
 
     Raises:
         ValueError: it does something else than to call the model once, with what the schedule
             supports, and to return the output as it is, and a loss function.
         Exception: its own.
     """
-    noted = _StandIn(model)
+    noted = _StandIn(model, core)
     try:
         returned, loss_func = forward_step_func(data_iterator, noted)
     except (AttributeError, TypeError) as error:
@@ -80,8 +84,9 @@ class NotMadeYet:
 class _StandIn:
     """In place of the model: notes one call; else is like the model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, core: MegatronModel) -> None:
         self._model = model
+        self._signature = inspect.signature(type(core).forward)
         self.arguments: dict[str, Any] | None = None
         """Of ``GPTBatch``; None: not called so far."""
         self.output = NotMadeYet()
@@ -90,10 +95,10 @@ class _StandIn:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NotMadeYet:
-        """As ``GPTModel.forward``."""
+        """As the model's ``forward``."""
         if self.arguments is not None:
             raise ValueError("forward_step_func called the model twice, expected one call")
-        given = inspect.signature(GPTModel.forward).bind(None, *args, **kwargs).arguments
+        given = self._signature.bind(None, *args, **kwargs).arguments
         unsupported = [name for name in given if name not in _FIELDS and given[name] is not None]
         if unsupported:
             raise ValueError(
@@ -112,7 +117,7 @@ _FIELDS: Final = {
     "labels": "targets",
     "loss_mask": "loss_mask",
 }
-"""Arguments of ``GPTModel.forward``, and the fields of ``GPTBatch`` that they become."""
+"""Arguments of a model's ``forward``, and the fields of ``GPTBatch`` that they become."""
 
 
 def _name(value: object) -> str:

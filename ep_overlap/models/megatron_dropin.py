@@ -25,10 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from ep_overlap.config import OverlapConfig
+from ep_overlap.models.megatron_build import MegatronModel
 from ep_overlap.models.megatron_call import CalledBatch, ForwardStepFunc, note_call
 from ep_overlap.models.megatron_globals import INSTALL_HINT
+from ep_overlap.models.megatron_hybrid import HybridParts
 from ep_overlap.models.megatron_parts import GPTParts
 from ep_overlap.plan.order import OrderName
+from ep_overlap.run.layer import modules_of
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.lifecycle import RootLifecycle, ShardedModule, lifecycle_of
 
@@ -84,7 +87,8 @@ def get_forward_backward_func(
 
 
 LifecycleOf = Callable[[nn.Module, Sequence[nn.Module]], RootLifecycle | None]
-"""The life cycle of a model as the script has wrapped it, given its layers; None: unsharded."""
+"""The life cycle of a model as the script has wrapped it, given its layers' modules, each a unit;
+None: unsharded."""
 
 
 @final
@@ -180,9 +184,10 @@ class ForwardBackward:
             context_parallel_size=pg_collection.cp.size(),
         )
         with _timed(config):
-            _core_of(whole).set_is_first_microbatch()
+            core = _core_of(whole)
+            core.set_is_first_microbatch()
             batches = [
-                note_call(forward_step_func, iterator, whole) for _ in range(num_microbatches)
+                note_call(forward_step_func, iterator, whole, core) for _ in range(num_microbatches)
             ]
             self._schedule(step).step(batches, step.loss)
             if config.finalize_model_grads_func is not None:
@@ -196,9 +201,10 @@ class ForwardBackward:
 
     def _of(self, model: nn.Module) -> "_Built":
         if model not in self._built:
-            parts = GPTParts(_core_of(model))
-            _warn_of_hints(_core_of(model).config)
-            layers = [layer.module for layer in parts.layers]
+            core = _core_of(model)
+            parts = GPTParts(core) if isinstance(core, GPTModel) else HybridParts(core)
+            _warn_of_hints(core.config)
+            layers = [module for layer in parts.layers for module in modules_of(layer.module)]
             self._built[model] = _Built(
                 model=model, parts=parts, lifecycle=self._lifecycle_of(model, layers)
             )
@@ -234,7 +240,7 @@ class _Built:
     """What is made of a model once."""
 
     model: nn.Module
-    parts: GPTParts
+    parts: GPTParts | HybridParts
     lifecycle: RootLifecycle | None
     schedules: dict[tuple[int, bool], OverlapSchedule] = field(
         default_factory=dict[tuple[int, bool], OverlapSchedule]
@@ -348,26 +354,26 @@ def _timed(config: TransformerConfig) -> Generator[None]:
 
 
 def _chain(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's wrappers from outside in, and the GPTModel.
+    """The model's wrappers from outside in, and the GPTModel or HybridModel.
 
     Raises:
         ValueError: there is none.
     """
     yield model
-    while not isinstance(model, GPTModel):
+    while not isinstance(model, MegatronModel):
         held = model._modules.get("module")  # pyright: ignore[reportPrivateUsage]
         if held is None:
             raise ValueError(
-                f"{type(model).__name__} holds no GPTModel; expected one, or one in wrappers that "
-                "hold it as .module"
+                f"{type(model).__name__} holds no GPTModel and no HybridModel; expected one, or "
+                "one in wrappers that hold it as .module"
             )
         model = held
         yield model
 
 
-def _core_of(model: nn.Module) -> GPTModel:
+def _core_of(model: nn.Module) -> MegatronModel:
     *_, core = _chain(model)
-    return cast(GPTModel, core)
+    return cast(MegatronModel, core)
 
 
 def _lifecycle_of(model: nn.Module, layers: Sequence[nn.Module]) -> RootLifecycle | None:
@@ -387,7 +393,7 @@ def _lifecycle_of(model: nn.Module, layers: Sequence[nn.Module]) -> RootLifecycl
             from fsdp_hooks.adapters.megatron_fsdp import MegatronFsdp
 
             return MegatronFsdp(each, layers)
-        if not isinstance(each, Float16Module | GPTModel):
+        if not isinstance(each, Float16Module | MegatronModel):
             raise ValueError(
                 f"the model is wrapped in {type(each).__name__}, which the overlapped step does "
                 "not call; expected megatron-core's DistributedDataParallel, "

@@ -1,4 +1,4 @@
-"""What a GPTModel does before its first layer and after its last.
+"""What a model does before its first layer and after its last.
 
 The embedding's weights may be used at both ends: as a tied output layer's, and in the layers of
 multi-token prediction (MTP, arXiv 2412.19437). ``post`` then uses values in their place (see
@@ -18,12 +18,12 @@ from typing import cast
 from torch import Tensor, nn
 
 from ep_overlap.models.groups import ALL_REDUCE, EXCHANGE, GATHER_COUNTS, issued
+from ep_overlap.models.megatron_build import MegatronModel
 from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.run.layer import Collective
 from fsdp_hooks.wgrad import ManagedLayer
 
 try:
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -31,7 +31,7 @@ except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
 
 
-def shared_weights(model: GPTModel) -> Sequence[nn.Parameter]:
+def shared_weights(model: MegatronModel) -> Sequence[nn.Parameter]:
     """What both ends use: all of the embedding with MTP, its words where they are tied, or none.
 
     Not what the output layer fuses the gradients of: they are written where they go use by use, on
@@ -45,7 +45,7 @@ def shared_weights(model: GPTModel) -> Sequence[nn.Parameter]:
     return tuple(weight for weight in used if not (weight is words and is_tied and is_fused))
 
 
-def with_values(model: GPTModel, values: Sequence[Tensor]) -> GPTModel:
+def with_values[ModelT: MegatronModel](model: ModelT, values: Sequence[Tensor]) -> ModelT:
     """The model, computing with ``values`` in place of its ``shared_weights``.
 
     All but the embedding is the model's own, parameters that sharding swaps in included.
@@ -74,7 +74,7 @@ def _with_parameters(module: nn.Module, values: Mapping[nn.Parameter, Tensor]) -
     return own
 
 
-def exchange_with_counts(model: GPTModel) -> None:
+def exchange_with_counts(model: MegatronModel) -> None:
     """Let MTP layers exchange tokens by the group that gathers their counts.
 
     They run on the compute lane, where this group belongs; the other one belongs to the exchange
@@ -85,7 +85,7 @@ def exchange_with_counts(model: GPTModel) -> None:
         moe.ep_group = dispatcher.ep_group = dispatcher.tp_ep_group
 
 
-def mtp_collectives(model: GPTModel) -> Iterator[Collective]:
+def mtp_collectives(model: MegatronModel) -> Iterator[Collective]:
     """What the MTP layers issue in a forward, in order."""
     for moe in _mtp_experts(model):
         counts = _dispatcher(moe).tp_ep_group
@@ -116,7 +116,7 @@ def _dispatcher(moe: MoELayer) -> MoETokenDispatcher:
     return moe.token_dispatcher
 
 
-def _mtp_experts(model: GPTModel) -> Iterator[MoELayer]:
+def _mtp_experts(model: MegatronModel) -> Iterator[MoELayer]:
     """By call: a layer that serves several depths comes as often."""
     if not model.mtp_process:
         return

@@ -1,92 +1,52 @@
-"""megatron-core's own GPTModel, cut into the parts that a schedule runs.
+"""megatron-core's models, cut into the parts that a schedule runs: what all share, and GPTModel.
 
-The parts call the layer's own methods in the order in which its ``forward`` calls them, so results
-are bitwise those of the model. What differs from megatron-core's own cut
-(``megatron.core.models.gpt.fine_grained_callables``): everything after the combine exchange is
-``finish``, which runs with the next layer's attention on the compute lane.
-
-::
-
-    attn      _forward_attention, pre_mlp_layernorm, shared experts, router, dispatch_preprocess
-    dispatch  token_dispatch                                                            (exchange)
-    mlp       dispatch_postprocess, experts, combine_preprocess
-    combine   token_combine                                                             (exchange)
-    finish    combine_postprocess, shared experts' sum, mlp_bda
-
-Shape letters: S sequence, B batch, H hidden, T tokens on the way.
+``megatron_layers.py`` has the layers, ``megatron_ends.py`` what is around them, and
+``megatron_hybrid.py`` HybridModel.
 """
 
-# GPTModel and TransformerLayer offer their pre- and post-processing and their attention under
-# names with an underscore only; megatron-core's own schedule calls them too.
+# GPTModel offers its pre- and post-processing under names with an underscore only; megatron-core's
+# own schedule calls them too.
 # pyright: reportPrivateUsage=false
 
-import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from ep_overlap.models.groups import (
-    ALL_REDUCE,
-    EXCHANGE,
-    GATHER,
-    GATHER_COUNTS,
-    SCATTER,
-    issued,
-)
-from ep_overlap.models.megatron_build import global_name
+from ep_overlap.models.groups import ALL_REDUCE, GATHER, SCATTER, issued
+from ep_overlap.models.megatron_build import MegatronModel, global_name
 from ep_overlap.models.megatron_ends import (
     exchange_with_counts,
     mtp_collectives,
-    router_collectives,
     shared_weights,
     with_values,
 )
 from ep_overlap.models.megatron_globals import INSTALL_HINT
+from ep_overlap.models.megatron_layers import (
+    GPTBatch,
+    GPTState,
+    Halves,
+    MegatronDenseLayer,
+    MegatronMoELayer,
+    layer_of,
+    with_own_dispatcher,
+)
 from ep_overlap.models.megatron_refused import refuse_unsupported
 from ep_overlap.models.megatron_wgrad import WGRAD_LAYERS
-from ep_overlap.plan.action import LayerKind, Node
-from ep_overlap.run.layer import Carry, Collective, RandomStates, Tokens
+from ep_overlap.plan.action import Node
+from ep_overlap.run.layer import Collective, RandomStates
 from fsdp_hooks.wgrad_layers import LayerTypes
 
 try:
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel import CheckpointWithoutOutput, random
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from megatron.core.typed_torch import apply_module
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTBatch:
-    """One microbatch's inputs; ``GPTParts.batch`` makes it. Sequences are not packed."""
-
-    tokens: Tensor
-    """``[B, S]`` int64"""
-    targets: Tensor | None
-    """``[B, S]`` int64; None: the output is the scores of each token, not its loss."""
-    position_ids: Tensor
-    """``[B, S]`` int64"""
-    attention_mask: Tensor | None
-    """``[1, 1, S, S]`` bool: True where a token must not look; None: the layers know it."""
-    loss_mask: Tensor | None = None
-    """``[B, S]``: which tokens count in the losses of multi-token prediction."""
-
-
-@dataclass(kw_only=True, slots=True)
-class GPTState:
-    """One microbatch in flight."""
-
-    batch: GPTBatch
-    moe: list[MoELayer | None]
-    """For each layer, its MoE with a dispatcher of this microbatch's own; None where dense."""
-    rotary: Tensor | None = None
-    """``[S, 1, 1, ...]``, the same for all layers; set by ``pre``."""
 
 
 class MegatronRandomStates:
@@ -101,161 +61,32 @@ class MegatronRandomStates:
         random._set_all_rng_states(*cast("tuple[Any, ...]", states))
 
 
-class GPTDenseLayer:
-    """A TransformerLayer without experts."""
-
-    def __init__(self, layer: TransformerLayer) -> None:
-        self._layer = layer
-
-    @property
-    def kind(self) -> LayerKind:
-        """Which nodes it has."""
-        return LayerKind.DENSE
-
-    @property
-    def module(self) -> nn.Module:
-        """The TransformerLayer."""
-        return self._layer
-
-    def collectives(self, node: Node) -> Sequence[Collective]:
-        """Those of tensor parallelism: around the attention, and around the MLP."""
-        return _gather_and_scatter(self._layer)
-
-    def attn(self, state: GPTState, hidden: Tensor) -> Tensor:
-        """Attention and its residual."""
-        return _attention(self._layer, state, hidden)
-
-    def mlp(self, state: GPTState, hidden: Tensor) -> Tensor:
-        """Norm, MLP and residual."""
-        return cast(Tensor, self._layer._forward_mlp(hidden))
-
-
-class GPTMoELayer:
-    """A TransformerLayer with experts."""
-
-    def __init__(self, layer: TransformerLayer, moe: MoELayer, index: int) -> None:
-        dispatcher = cast(MoEAlltoAllTokenDispatcher, moe.token_dispatcher)
-        self._layer = layer
-        self._index = index
-        self._exchange = dispatcher.ep_group
-        self._counts = dispatcher.tp_ep_group
-        self._shared_experts = cast(nn.Module | None, moe.shared_experts)
-        num_blocks = 1 if self._shared_experts is None else 2
-        self._before_counts = (
-            *_gather_and_scatter(layer) * num_blocks,
-            *router_collectives(moe),
-        )
-
-    @property
-    def kind(self) -> LayerKind:
-        """Which nodes it has."""
-        return LayerKind.MOE if self.shared_experts is None else LayerKind.MOE_SHARED
-
-    @property
-    def shared_experts(self) -> nn.Module | None:
-        """megatron-core's ``SharedExpertMLP``."""
-        return self._shared_experts
-
-    @property
-    def module(self) -> nn.Module:
-        """The TransformerLayer."""
-        return self._layer
-
-    def collectives(self, node: Node) -> Sequence[Collective]:
-        """Tensor parallelism's and the router's, one gather of counts; tokens and their weights
-        out; results back."""
-        match node:
-            case Node.ATTN:
-                return (*self._before_counts, *issued(self._counts, GATHER_COUNTS))
-            case Node.DISPATCH:
-                return issued(self._exchange, EXCHANGE, 2)
-            case Node.COMBINE:
-                return issued(self._exchange, EXCHANGE)
-            case _:
-                return ()
-
-    def attn(self, state: GPTState, hidden: Tensor) -> tuple[Tokens, Carry]:
-        """Attention, norm, shared experts, router, gather of token counts, permute."""
-        moe = self._moe(state)
-        hidden = _attention(self._layer, state, hidden)
-        norm = apply_module(self._layer.pre_mlp_layernorm)
-        # Not ``_forward_pre_mlp_layernorm``: it keeps what it was given on the layer.
-        again = CheckpointWithoutOutput() if self._layer.recompute_pre_mlp_layernorm else None
-        normed = norm(hidden) if again is None else again.checkpoint(norm, hidden)
-        shared = moe.shared_experts_compute(normed)
-        probs, routing_map = moe.route(normed)
-        tokens, token_probs = moe.preprocess(normed, probs, routing_map)
-        if again is not None:
-            # Whichever of these gets its gradient first. megatron-core waits for the gradient of
-            # the MoE's output, which is of another node here.
-            for made in (tokens, token_probs, shared):
-                if made is not None:
-                    again.discard_output_and_register_recompute(made)
-        return Tokens(tokens, token_probs), Carry(hidden, shared)
-
-    # With one rank, megatron-core's exchange sends nothing and its autograd function returns its
-    # input; torch makes that a view with a place in the graph, which a segment's output needs.
-
-    def dispatch(self, state: GPTState, tokens: Tokens) -> Tokens:
-        """Send tokens, and their weights, to the ranks of their experts."""
-        assert tokens.probs is not None, "attn made them"
-        return Tokens(*self._moe(state).dispatch(tokens.tokens, tokens.probs))
-
-    def mlp(self, state: GPTState, tokens: Tokens) -> Tensor:
-        """Sort by expert, run the experts, unsort."""
-        assert tokens.probs is not None, "dispatch brought them"
-        output, _ = self._moe(state).routed_experts_compute(tokens.tokens, tokens.probs)
-        return output
-
-    def combine(self, state: GPTState, tokens: Tensor) -> Tensor:
-        """Send the results back where their tokens came from."""
-        return self._moe(state).combine(tokens)
-
-    def finish(self, state: GPTState, combined: Tensor, carry: Carry) -> Tensor:
-        """Unpermute, add the shared experts' output and the residual."""
-        layer = self._layer
-        output = self._moe(state).postprocess(combined, carry.shared)
-        add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
-        with layer.bias_dropout_add_exec_handler():
-            return add((output, None), carry.residual, layer.hidden_dropout)
-
-    def _moe(self, state: GPTState) -> MoELayer:
-        moe = state.moe[self._index]
-        assert moe is not None, f"layer {self._index} has experts, but the state has no MoE for it"
-        return moe
-
-
-class GPTParts:
-    """A GPTModel as the schedule sees it.
+class MegatronParts[ModelT: MegatronModel](ABC):
+    """A model as the schedule sees it; what does not depend on which one it is.
 
     On CPU, use it inside ``megatron_on_cpu``.
 
-    Raises:
-        ValueError: the model uses something that the parts leave out.
+    Args:
+        model: has been looked at (``refuse_unsupported``).
+        layers: its decoder's, in order.
     """
 
-    def __init__(self, model: GPTModel) -> None:
-        refuse_unsupported(model)
+    def __init__(self, model: ModelT, layers: Sequence[Halves]) -> None:
         exchange_with_counts(model)
         self._model = model
-        self._layers = [
-            GPTMoELayer(layer, layer.mlp, index)
-            if isinstance(layer.mlp, MoELayer)
-            else GPTDenseLayer(layer)
-            for index, layer in enumerate(_transformer_layers(model))
-        ]
+        self._layers = [layer_of(halves, index) for index, halves in enumerate(layers)]
         # Made once for the longest sequence; batches hold views of it.
         longest, device = model.max_sequence_length, next(model.parameters()).device
         self._positions = torch.arange(longest, device=device).unsqueeze(0)
         self._mask = torch.ones(longest, longest, dtype=torch.bool, device=device).triu(1)
 
     @property
-    def module(self) -> nn.Module:
-        """The GPTModel."""
+    def module(self) -> ModelT:
+        """The model."""
         return self._model
 
     @property
-    def layers(self) -> Sequence[GPTMoELayer | GPTDenseLayer]:
+    def layers(self) -> Sequence[MegatronMoELayer | MegatronDenseLayer]:
         """The decoder's layers, in order."""
         return self._layers
 
@@ -333,22 +164,55 @@ class GPTParts:
         dictionaries that hold them, so parameters that sharding swaps in are seen at once.
         """
         moe = [
-            _with_own_dispatcher(layer.mlp) if isinstance(layer.mlp, MoELayer) else None
-            for layer in _transformer_layers(self._model)
+            None if layer.moe is None else with_own_dispatcher(layer.moe) for layer in self._layers
         ]
         return GPTState(batch=batch, moe=moe)
 
+    @abstractmethod
     def pre(self, state: GPTState) -> Tensor:
         """Embedding, and the rotary angles of all layers. Returns ``[S, B, H]``."""
-        batch = state.batch
-        hidden, state.rotary, *_ = self._model._preprocess(batch.tokens, batch.position_ids)
-        return cast(Tensor, hidden)
 
+    @abstractmethod
     def post(self, state: GPTState, hidden: Tensor, *shared: Tensor) -> Tensor:
         """Final norm, MTP layers, output layer and loss of each token. Returns ``[B, S]`` float32.
 
         ``shared``: values for ``shared_weights``.
         """
+
+    def whole(self, batch: GPTBatch) -> Tensor:
+        """Call the model: the loss of each token, ``[B, S]`` float32."""
+        return self._model(
+            batch.tokens,
+            batch.position_ids,
+            batch.attention_mask,
+            labels=batch.targets,
+            loss_mask=batch.loss_mask,
+        )
+
+
+@final
+class GPTParts(MegatronParts[GPTModel]):
+    """A GPTModel as the schedule sees it.
+
+    On CPU, use it inside ``megatron_on_cpu``.
+
+    Raises:
+        ValueError: the model uses something that the parts leave out.
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        refuse_unsupported(model)
+        layers = (cast(TransformerLayer, layer) for layer in model.decoder.layers)
+        super().__init__(model, [Halves(layer, layer, layer) for layer in layers])
+
+    def pre(self, state: GPTState) -> Tensor:
+        """As there."""
+        batch = state.batch
+        hidden, state.rotary, *_ = self._model._preprocess(batch.tokens, batch.position_ids)
+        return cast(Tensor, hidden)
+
+    def post(self, state: GPTState, hidden: Tensor, *shared: Tensor) -> Tensor:
+        """As there."""
         norm, batch = self._model.decoder.final_layernorm, state.batch
         assert norm is not None, "refused else"
         model = with_values(self._model, shared)
@@ -365,40 +229,7 @@ class GPTParts:
             rotary_pos_sin=None,
         )
 
-    def whole(self, batch: GPTBatch) -> Tensor:
-        """Call the GPTModel: the loss of each token, ``[B, S]`` float32."""
-        return self._model(
-            batch.tokens,
-            batch.position_ids,
-            batch.attention_mask,
-            labels=batch.targets,
-            loss_mask=batch.loss_mask,
-        )
-
 
 def mean_loss(output: Tensor, batch: GPTBatch) -> Tensor:
     """The mean of all tokens' losses: a scalar."""
     return output.mean()
-
-
-def _transformer_layers(model: GPTModel) -> list[TransformerLayer]:
-    return [cast(TransformerLayer, layer) for layer in model.decoder.layers]
-
-
-def _gather_and_scatter(layer: TransformerLayer) -> tuple[Collective, ...]:
-    """What a tensor-parallel block of two products issues."""
-    tensor_parallel = layer.pg_collection.tp
-    return (*issued(tensor_parallel, GATHER), *issued(tensor_parallel, SCATTER))
-
-
-def _attention(layer: TransformerLayer, state: GPTState, hidden: Tensor) -> Tensor:
-    hidden, _ = layer._forward_attention(
-        hidden, attention_mask=state.batch.attention_mask, rotary_pos_emb=state.rotary
-    )
-    return hidden
-
-
-def _with_own_dispatcher(moe: MoELayer) -> MoELayer:
-    own = copy.copy(moe)
-    own.token_dispatcher = copy.copy(moe.token_dispatcher)
-    return own

@@ -1,12 +1,16 @@
-"""What of a GPTModel the parts leave out, refused by name before anything runs."""
+"""What of a model the parts leave out, refused by name before anything runs."""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple, cast
 
+from ep_overlap.models.megatron_build import MegatronModel
 from ep_overlap.models.megatron_globals import INSTALL_HINT
 
 try:
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer
 except ImportError as error:
@@ -21,7 +25,7 @@ class _Setting(NamedTuple):
     supported: object
 
 
-def refuse_unsupported(model: GPTModel) -> None:
+def refuse_unsupported(model: MegatronModel) -> None:
     """Name every setting that the parts leave out.
 
     Raises:
@@ -38,16 +42,20 @@ def refuse_unsupported(model: GPTModel) -> None:
         for name, got, supported in settings
         if got != supported
     ]
+    cannot = f"this {_kind(model).__name__} cannot be cut into parts"
     if refused:
-        raise ValueError(
-            "this GPTModel cannot be cut into parts; change in its settings: " + ", ".join(refused)
-        )
-    for index, layer in enumerate(model.decoder.layers):
+        raise ValueError(f"{cannot}; change in its settings: {', '.join(refused)}")
+    decoder = cast("TransformerBlock | HybridStack", model.decoder)
+    for index, layer in enumerate(decoder.layers):
         if not isinstance(layer, TransformerLayer):
             raise ValueError(
-                f"this GPTModel cannot be cut into parts: layer {index} is a "
-                f"{type(layer).__name__}, expected a TransformerLayer"
+                f"{cannot}: layer {index} is a {type(layer).__name__}, expected a TransformerLayer"
             )
+
+
+def _kind(model: MegatronModel) -> type[MegatronModel]:
+    """Not its own type, which sharding changes."""
+    return GPTModel if isinstance(model, GPTModel) else HybridModel
 
 
 _RECOMPUTED: Final = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts"})
@@ -107,11 +115,14 @@ def _of_experts(c: TransformerConfig) -> Iterator[_Setting]:
 _POSITIONS: Final = ("rope", "yarn", "learned_absolute", "none")
 
 
-def _of_model(model: GPTModel) -> Iterator[_Setting]:
-    """Arguments of GPTModel, and the config's in the light of them."""
+def _of_model(model: MegatronModel) -> Iterator[_Setting]:
+    """Arguments of the model, and the config's in the light of them."""
     yield _Setting("pre_process", model.pre_process, True)
     yield _Setting("post_process", model.post_process, True)
-    yield _Setting("has a final norm", model.decoder.final_layernorm is not None, True)
+    if isinstance(model, GPTModel):
+        yield _Setting("has a final norm", model.decoder.final_layernorm is not None, True)
+    else:
+        yield _Setting("post_layer_norm", cast(HybridStack, model.decoder).post_layer_norm, True)
     kind = cast(str, model.position_embedding_type)
     if kind not in _POSITIONS:
         yield _Setting("position_embedding_type", kind, " or ".join(_POSITIONS))

@@ -14,7 +14,7 @@ rank's experts received after it).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, final
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -65,6 +65,21 @@ class Collective:
     """torch.distributed's name: ``all_to_all_single``, ``all_gather_into_tensor``, ..."""
 
 
+@final
+class JoinedModules(nn.ModuleList):
+    """A layer that its model holds as several modules.
+
+    It is none of the model's modules itself. Shard each one; the plan's unit of the layer is all of
+    their units (``joined.py``).
+    """
+
+
+def modules_of(layer: nn.Module) -> Sequence[nn.Module]:
+    """What of the model to shard for a layer (``LayerParts.module``): itself, or each module of
+    ``JoinedModules``."""
+    return tuple(layer) if isinstance(layer, JoinedModules) else (layer,)
+
+
 class LayerParts(Protocol):
     """What dense and MoE layers share."""
 
@@ -75,7 +90,7 @@ class LayerParts(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The layer itself; its parameters are those that the parts read."""
+        """The layer itself, or ``JoinedModules``; its parameters are those that the parts read."""
         ...
 
     def collectives(self, node: Node) -> Sequence[Collective]:
