@@ -22,7 +22,7 @@ from ep_overlap.commands.arguments import (
     TrainArguments,
     parse,
 )
-from ep_overlap.processes.launch import LAUNCHED
+from ep_overlap.processes.launch import LAUNCHED, end_with_launcher
 
 EXIT_FAILED: Final = 1
 EXIT_REFUSED: Final = 2
@@ -31,6 +31,7 @@ EXIT_INTERRUPTED: Final = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; arguments that do not parse exit at once."""
+    end_with_launcher()
     command, args = parse(argv)
     for problem in problems(args, os.environ):
         return _refuse(command, problem)

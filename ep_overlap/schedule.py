@@ -189,8 +189,19 @@ class OverlapSchedule:
     def abort(self) -> None:
         """Drop the step under way: drain the streams, release all units, forget its gradients.
 
-        ``step`` calls it on its way out of a failure. Between steps there is nothing to drop.
+        A step that fails does so itself. Between steps there is nothing to drop.
+
+        Raises:
+            RuntimeError: a step is under way: raise from within it instead.
         """
+        if self._is_running:
+            raise RuntimeError(
+                "abort() within a step of this schedule (in loss_fn, or in another thread), which "
+                "would wait for itself; raise an exception there: the step is then dropped"
+            )
+
+    def _drop(self) -> None:
+        """What ``abort`` says, for the step that has failed."""
         if not self._is_running:
             return
         try:
@@ -218,6 +229,11 @@ class OverlapSchedule:
         self._lifecycle.observe(observer)
 
     def _run(self, program: Program, batches: Sequence[Any], loss_fn: LossFn) -> StepResult:
+        if self._is_running:
+            raise RuntimeError(
+                "step() or evaluate() within a step of this schedule (in loss_fn, or in another "
+                "thread), which would wait for itself; call it when the step has returned"
+            )
         if len(batches) != len(self._slots):
             raise ValueError(
                 f"got {len(batches)} microbatches, expected {len(self._slots)}: as many as "
@@ -245,7 +261,7 @@ class OverlapSchedule:
             self._lifecycle.end()
         except BaseException as error:
             try:
-                self.abort()
+                self._drop()
             except Exception as second:  # noqa: BLE001 (the first error is the one to tell)
                 error.add_note(f"and when the step was dropped: {type(second).__name__}: {second}")
             _clear_frames(error, until=handled)

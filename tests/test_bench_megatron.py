@@ -21,7 +21,8 @@ def run(flags: str) -> subprocess.CompletedProcess[str]:
 def test_it_measures_megatrons_schedules_and_ours(tmp_path: Path) -> None:
     out, plot = tmp_path / "result.json", tmp_path / "steps.svg"
     links = "a2a=10MBps,dp=1GBps,latency=1ms"
-    done = run(f"--against megatron {SMALL} --emulate {links} --json {out} --plot {plot}")
+    flags = f"--emulate-world 8 --emulate {links} --json {out} --plot {plot}"
+    done = run(f"--against megatron {SMALL} {flags}")
     assert done.returncode == 0, done.stderr
     drawn = plot.read_text()
     assert "megatron combined" in drawn
@@ -49,8 +50,11 @@ def test_it_measures_megatrons_schedules_and_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--num-experts 6", "--num-experts 6 is not divisible by --emulate-world 8"),
+        ("--num-experts 6", "--num-experts 6 is not divisible by --emulate-world 4"),
         ("--emulate a2a=fast", "--emulate"),
+        ("--num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 8"),
+        ("--vocab-size 10", "--vocab-size 10: expected 256 or more: the text is bytes"),
+        ("--emulate-world 1", "--emulate-world 1 with --against megatron"),
         ("--plot steps.pdf", "--plot steps.pdf: expected a name that ends in .png or .svg"),
         ("--sharding", "--sharding --against megatron: expected --against fsdp2"),
         ("--model reference", "--against megatron with --model reference"),

@@ -1,9 +1,11 @@
 """The command line: one clear line for what cannot work, exit codes, and what `plan` prints."""
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -333,15 +335,48 @@ def test_an_order_file_written_from_a_plan_gives_that_plan(
 def test_a_failed_run_exits_1_with_its_cause_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A result that cannot be written is found out after the work."""
+    """A disk that is full is found out after the work."""
+
+    def write(path: Path, text: str, encoding: str) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert main(["plan", "--json", str(tmp_path / "result.json")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.splitlines()[-1].startswith("ep-overlap plan: failed: OSError: [Errno 28] No space")
+
+
+def test_a_directory_where_nothing_can_be_written_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "gone"
     target.mkdir()
     monkeypatch.chdir(target)
     target.rmdir()
-    assert main(["plan", "--json", "result.json"]) == 1
+    assert main(["plan", "--json", "result.json"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("Traceback")
-    assert said.splitlines()[-1].startswith("ep-overlap plan: failed: FileNotFoundError: ")
+    assert "--json result.json: " in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("timeline {0} -o x.svg --json {0}", "the file of the trace, too"),
+        ("timeline {0} -o {1} --json {1}", "the file of --output, too"),
+        ("train --save {1} --json {1}", "the file of --save, too"),
+        ("train --save {1} --trace {1}", "the file of --save, too"),
+    ],
+)
+def test_files_of_two_flags_are_refused(
+    command: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.json"
+    trace.write_text("{}")
+    assert main(command.format(trace, tmp_path / "x.svg").split()) == 2
+    assert words in capsys.readouterr().err
+    assert trace.read_text() == "{}"
 
 
 def test_a_reader_that_stops_reading_is_no_failure() -> None:

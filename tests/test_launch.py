@@ -146,7 +146,7 @@ sys.exit(launch.launch([sys.executable, "-c", sys.argv[1], sys.argv[2]], nproc=2
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_launcher_leaves_no_rank_behind(
     sent: signal.Signals, tmp_path: Path
 ) -> None:
@@ -167,6 +167,29 @@ def test_an_interrupted_launcher_leaves_no_rank_behind(
     # An unhandled KeyboardInterrupt ends Python by SIGINT itself.
     assert launcher.wait(20) == (-signal.SIGINT if sent is signal.SIGINT else 128 + sent)
     assert not any(map(_is_running, pids))
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    ranks = (
+        "from ep_overlap.processes.launch import end_with_launcher\n"
+        "end_with_launcher()\n" + IGNORE_SIGNALS
+    )
+    launcher = subprocess.Popen(
+        _python(LAUNCH, ranks, str(tmp_path)),
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parent.parent,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "0").exists() or not (tmp_path / "1").exists():
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.02)
+    pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
+    launcher.kill()
+    launcher.wait(20)
+    while any(map(_is_running, pids)):
+        assert time.monotonic() < deadline, "the ranks go on"
+        time.sleep(0.02)
 
 
 def test_a_number_of_ranks_that_cannot_be_is_refused() -> None:

@@ -292,3 +292,22 @@ def test_an_evaluation_that_fails_in_inference_mode_leaves_training_as_it_was(
     parts.zero_grad()
     schedule.step(inputs, saboteur.loss_fn)
     assert support.unequal(support.gradients(parts), expected) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", ["step", "evaluate", "abort"])
+def test_a_schedule_called_from_its_own_loss_says_so_and_does_not_hang(
+    call: str, kind: StreamKind
+) -> None:
+    case = Case(kind=kind)
+    parts = support.build(case)
+    schedule = OverlapSchedule(parts, case.config, stream_kind=kind)
+    inputs, loss_fn = support.batches(parts, case, 0), support.loss_of(case)
+
+    def calls_it(output: Tensor, batch: Any) -> Tensor:
+        schedule.abort() if call == "abort" else getattr(schedule, call)(inputs, loss_fn)
+        return loss_fn(output, batch)
+
+    with pytest.raises(RuntimeError, match=r"within a step of this schedule"):
+        schedule.step(inputs, calls_it)
+    assert len(schedule.step(inputs, loss_fn).losses) == len(inputs)

@@ -28,6 +28,7 @@ from ep_overlap.commands.checkpoint_record import (
     load_remarks,
     parent_problem,
     save_problems,
+    unwritable,
 )
 from ep_overlap.commands.plan_arguments import plan_of
 from ep_overlap.links.emulated_speed import parse_emulated_links
@@ -36,6 +37,7 @@ from ep_overlap.plan.check import PlanError
 from ep_overlap.plan.lower import Strategy
 from fsdp_hooks.placement import placements_of
 
+NUM_BYTES: Final = 256
 LINK_KINDS: Final = ("paced", "shaped")
 PLOT_FORMATS: Final = (".png", ".svg")
 
@@ -132,6 +134,8 @@ _MEGATRON_READS: Final = (
 )
 """What it reads, all in all."""
 
+_FILES: Final = ("data", "order", "load", "trace_file", "save", "trace", "output", "plot", "json")
+"""The fields that name a file or a directory, those that are read first."""
 _OUTPUTS: Final = ("json", "trace", "output", "plot")
 """The fields that name a file to write."""
 
@@ -350,14 +354,15 @@ def _same_files(args: Arguments) -> Iterator[str]:
     """A file that is written is none that is read, nor written by another flag."""
     seen: dict[Path, str] = {}
     given = vars(args)
-    for name in ("data", "order", "load", "trace", "json"):  # those that are read first
+    for name in _FILES:
         value = given.get(name)
         if not isinstance(value, str | Path):
             continue
         path = Path(os.path.normpath(value))
-        if name in ("trace", "json") and path in seen:
-            yield f"--{name} {value}: the file of {seen[path]}, too; expected one of its own"
-        seen[path] = f"--{name}"
+        if name in _OUTPUTS and path in seen:
+            other = seen[path]
+            yield f"{_spelled(name)} {value}: the file of {other}, too; expected one of its own"
+        seen[path] = "the trace" if name == "trace_file" else _spelled(name)
 
 
 def _bad_outputs(args: Arguments) -> Iterator[str]:
@@ -366,7 +371,7 @@ def _bad_outputs(args: Arguments) -> Iterator[str]:
         path = values.get(name)
         if not isinstance(path, Path):
             continue
-        if problem := parent_problem(path):
+        if problem := parent_problem(path) or unwritable(path.parent):
             yield f"{_spelled(name)} {path}: {problem}"
         elif path.is_dir():
             yield f"{_spelled(name)} {path}: expected a file, got a directory"
@@ -535,6 +540,13 @@ def _bad_emulation(args: BenchArguments, environ: Mapping[str, str]) -> Iterator
             f"--num-experts {args.num_experts} is not divisible by {flag} {size}, the "
             "expert-parallel size"
         )
+    heads, groups = args.num_attention_heads, args.num_query_groups or args.num_attention_heads
+    if heads % groups:
+        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
+    if args.vocab_size < NUM_BYTES:
+        yield f"--vocab-size {args.vocab_size}: expected {NUM_BYTES} or more: the text is bytes"
+    if size == 1:
+        yield f"{flag} 1 with --against megatron: its overlap needs expert parallelism, 2 or more"
     if args.emulates_nothing:
         return
     try:

@@ -288,7 +288,7 @@ class BenchArguments(
         "links to emulate, or none",
         metavar="LINKS",
     )
-    emulate_world: int = _flag(8, "ranks of the world of --against megatron; one of them runs")
+    emulate_world: int = _flag(4, "ranks of the world of --against megatron; one of them runs")
     plot: Path | None = _flag(
         None, "draw the steps of --against megatron, or --suite, .png or .svg", metavar="FILE"
     )

@@ -142,7 +142,7 @@ def parent_problem(path: Path) -> str | None:
     return f"{parent} is a file" if parent.exists() else f"there is no directory {parent}"
 
 
-def _unwritable(directory: Path) -> str | None:
+def unwritable(directory: Path) -> str | None:
     """Tried out: permissions do not tell of read-only mounts, quotas, or what root may do."""
     try:
         tempfile.TemporaryDirectory(dir=directory).cleanup()
@@ -158,7 +158,7 @@ def save_problems(path: Path) -> Iterator[str]:
         yield f"--save {path}: expected a directory with a name, since it is replaced as a whole"
     elif path.is_file():
         yield f"--save {path}: expected a directory, got a file"
-    elif problem := parent_problem(target) or _unwritable(target.parent):
+    elif problem := parent_problem(target) or unwritable(target.parent):
         yield f"--save {path}: {problem}"
     elif path.is_dir() and not (path / RECORD_FILE).is_file() and any(path.iterdir()):
         yield (

@@ -5,6 +5,7 @@ print is kept, and shown when the run fails.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -21,10 +22,12 @@ from typing import IO, Final
 
 from ep_overlap.processes.shaped_link import INTERFACE, ShapedLink
 
-__all__ = ["LAUNCHED", "ShapedLink", "launch"]
+__all__ = ["LAUNCHED", "ShapedLink", "end_with_launcher", "launch"]
 
 LAUNCHED: Final = "EP_OVERLAP_LAUNCHED"
 """Set in the environment of the children: the parent has said what is to be said once."""
+_PR_SET_PDEATHSIG: Final = 1
+"""Of ``prctl`` (linux/prctl.h)."""
 REFUSED: Final = 2
 """Exit code for bad arguments: every rank has said the same line."""
 NUM_OUTPUT_LINES: Final = 30
@@ -131,7 +134,8 @@ def _port(given: str | None) -> int:
 
 @contextmanager
 def _terminated_as_exit() -> Generator[None]:
-    """Turn SIGTERM into SystemExit, so that what was started is ended; main thread only."""
+    """Turn SIGTERM, and SIGHUP of a terminal that closes, into SystemExit, so that what was started
+    is ended; main thread only."""
 
     def exit_now(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
@@ -139,11 +143,22 @@ def _terminated_as_exit() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, exit_now)
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, exit_now) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def end_with_launcher() -> None:
+    """In a rank that ``launch`` started: end when the launcher does, even if it is killed.
+
+    Linux alone knows how (``PR_SET_PDEATHSIG``); elsewhere ranks of a killed launcher go on.
+    """
+    if LAUNCHED in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _failed(ranks: Sequence[_Rank]) -> dict[int, int]:
