@@ -125,7 +125,7 @@ def test_times_of_different_work_are_refused(theirs: float) -> None:
             "--host-overhead",
             "--sharding, --wgrad-fusion, --host-overhead and --suite are measurements; choose",
         ),
-        ("--against ddp", "--against: expected one of fsdp2; got 'ddp'"),
+        ("--against ddp", "--against: expected one of fsdp2, megatron; got 'ddp'"),
         ("--num-blocks 0", "--num-blocks: expected 1 or more, got 0"),
         ("--hidden-size 100", "--hidden-size 100 is not divisible by --num-attention-heads 8"),
         ("--trace a.json", "--trace with --sharding: it has none; leave it out"),
