@@ -53,6 +53,7 @@ REFUSED = [
     ("train --model gpt", "--model: expected one of megatron, reference; got 'gpt'"),
     ("train --optimizer lion", "--optimizer: expected one of adamw, sgd; got 'lion'"),
     ("train --data no_such_file.txt", "--data no_such_file.txt: no such file"),
+    ("train --data .", "--data .: expected a text file, got a directory"),
     ("train --load no_such_dir", "--load no_such_dir: there is no such directory"),
     ("train --save no_such_dir/out", "--save no_such_dir/out: there is no directory"),
     ("train --json no_such_dir/a.json", "there is no directory no_such_dir"),
@@ -390,3 +391,10 @@ def test_a_reader_that_stops_reading_is_no_failure() -> None:
     )
     assert done.stdout == "serial: layers 300 moe, microbatches 4, no_shard\n"
     assert done.stderr == ""
+
+
+def test_links_are_those_of_cpu_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "--device cuda: this measurement paces the links of CPU ranks" in said
+    assert said.count("\n") == 1

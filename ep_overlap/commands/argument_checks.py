@@ -496,7 +496,10 @@ def _in_flags(error: ValueError) -> str:
 
 
 def _bad_data(path: Path, min_bytes: int) -> Iterator[str]:
-    if not path.is_file():
+    if path.exists() and not path.is_file():
+        kind = "a directory" if path.is_dir() else "a device or a pipe"
+        yield f"--data {path}: expected a text file, got {kind}"
+    elif not path.is_file():
         yield f"--data {path}: no such file"
     elif path.stat().st_size < min_bytes:
         yield (

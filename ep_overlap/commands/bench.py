@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ep_overlap.commands import bench_fusion, bench_megatron, bench_sharding, suite
-from ep_overlap.commands.arguments import BenchArguments, Peer
+from ep_overlap.commands.arguments import BenchArguments, DeviceChoice, Peer
 from ep_overlap.commands.results import write_json, write_trace
 from ep_overlap.commands.running import (
     batches_of,
@@ -68,8 +68,9 @@ def run(args: BenchArguments) -> int:
     if args.against is Peer.MEGATRON:
         return bench_megatron.run(args)
     kind, _, rate = args.link_in_use.partition(":")
+    device = args.device if args.sharding else _cpu_for_links(args)
     if "RANK" not in os.environ:
-        choose_device(args.device)
+        choose_device(device)
         with ExitStack() as stack:
             link = None
             if kind == "shaped":
@@ -80,7 +81,7 @@ def run(args: BenchArguments) -> int:
     speed = None
     if kind == "paced":
         speed = LinkSpeed(bytes_per_s=parse_rate(rate), latency_s=LATENCY_S)
-    with open_world(args.device, speed=speed) as world, model_environment(args.model, world):
+    with open_world(device, speed=speed) as world, model_environment(args.model, world):
         bench = _Bench(args, world)
         with running():
             for round_number in track(
@@ -96,6 +97,20 @@ def run(args: BenchArguments) -> int:
             write_json(args.json, result)
             Console().print(table(result))
     return 0
+
+
+def _cpu_for_links(args: BenchArguments) -> DeviceChoice:
+    """Links are paced, shaped and measured between CPU ranks.
+
+    Raises:
+        ValueError: GPUs were asked for.
+    """
+    if args.device is DeviceChoice.CUDA:
+        raise ValueError(
+            "--device cuda: this measurement paces the links of CPU ranks; expected --device cpu, "
+            "or --against megatron (on emulated links, or with --emulate none on the GPUs' own)"
+        )
+    return DeviceChoice.CPU
 
 
 def _host_overhead(args: BenchArguments) -> int:
