@@ -103,6 +103,7 @@ def test_the_schedule_sees_sharding_through_its_narrow_files_alone(part: str) ->
         ROOT / "ep_overlap/__init__.py",
         ROOT / "ep_overlap/commands/arguments.py",
         ROOT / "ep_overlap/commands/argument_checks.py",
+        ROOT / "ep_overlap/commands/bench_checks.py",
         ROOT / "ep_overlap/commands/checkpoint_record.py",
         ROOT / "ep_overlap/commands/plan_arguments.py",
         ROOT / "ep_overlap/report/plan_text.py",

@@ -485,3 +485,8 @@ def _number(kind: type[int] | type[float], meaning: str) -> Callable[[str], floa
             raise argparse.ArgumentTypeError(f"expected {meaning}, got {text!r}") from None
 
     return convert
+
+
+def spelled(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
