@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,22 +147,32 @@ sys.exit(launch.launch([sys.executable, "-c", sys.argv[1], sys.argv[2]], nproc=2
 """
 
 
+def started(ranks: str, directory: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A launcher of two ranks that ignore being asked to end, and their process ids."""
+    launcher = subprocess.Popen(
+        _python(LAUNCH, ranks, str(directory)),
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parent.parent,
+        start_new_session=True,
+    )
+    files = [directory / "0", directory / "1"]
+    wait_until(lambda: all(file.exists() for file in files), "the ranks did not start")
+    return launcher, [int(file.read_text()) for file in files]
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_launcher_leaves_no_rank_behind(
     sent: signal.Signals, tmp_path: Path
 ) -> None:
     """Not even ranks that ignore being asked to end."""
-    launcher = subprocess.Popen(
-        _python(LAUNCH, IGNORE_SIGNALS, str(tmp_path)),
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parent.parent,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "0").exists() or not (tmp_path / "1").exists():
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.02)
-    pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
+    launcher, pids = started(IGNORE_SIGNALS, tmp_path)
     assert all(map(_is_running, pids))
     launcher.send_signal(sent)
     # An unhandled KeyboardInterrupt ends Python by SIGINT itself.
@@ -169,27 +180,17 @@ def test_an_interrupted_launcher_leaves_no_rank_behind(
     assert not any(map(_is_running, pids))
 
 
+END_WITH_LAUNCHER = """
+from ep_overlap.processes.launch import end_with_launcher
+end_with_launcher()
+"""
+
+
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    ranks = (
-        "from ep_overlap.processes.launch import end_with_launcher\n"
-        "end_with_launcher()\n" + IGNORE_SIGNALS
-    )
-    launcher = subprocess.Popen(
-        _python(LAUNCH, ranks, str(tmp_path)),
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parent.parent,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "0").exists() or not (tmp_path / "1").exists():
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.02)
-    pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
+    launcher, pids = started(END_WITH_LAUNCHER + IGNORE_SIGNALS, tmp_path)
     launcher.kill()
     launcher.wait(20)
-    while any(map(_is_running, pids)):
-        assert time.monotonic() < deadline, "the ranks go on"
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(_is_running, pids)), "the ranks go on")
 
 
 def test_a_number_of_ranks_that_cannot_be_is_refused() -> None:
