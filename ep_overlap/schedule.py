@@ -141,7 +141,8 @@ class OverlapSchedule:
                 model.module, layer_types=model.wgrad_layers, sink=self._lifecycle.grad_sink
             )
             for slot in self._slots:
-                self._wgrads.update(wire_wgrad(slot, model, self.plan.delayed))
+                delayed = self.plan.delayed
+                self._wgrads.update(wire_wgrad(slot, model, delayed, self._with_backward))
         self._hook_readers()
         self._hook_last_givers()
         self._training = self._bind(self.plan)
@@ -258,6 +259,7 @@ class OverlapSchedule:
             # The caller reads losses and gradients; on CPU this also brings up any failure.
             for stream in self._streams.values():
                 self._caller.wait_stream(stream)
+            program.drop_rest()
             self._lifecycle.end()
         except BaseException as error:
             try:

@@ -100,6 +100,10 @@ class Stream(Protocol):
         """
         ...
 
+    def follow(self, event: Event) -> None:
+        """Let what is issued from now on run behind ``event``."""
+        ...
+
     def synchronize(self) -> BaseException | None:
         """Block the host until the queue is empty. Returns the failure that stopped it, if any."""
         ...
@@ -236,6 +240,10 @@ class ThreadStream:
         )
         return completion
 
+    def follow(self, event: Event) -> None:
+        """Let what is issued from now on run behind ``event``."""
+        self.run(_nothing, word=f"wait for {event.word}", after=(event,), record=False)
+
     def synchronize(self) -> BaseException | None:
         """Block the host until the queue is empty. Returns the failure, if any."""
         drained = Completion("synchronize")
@@ -358,6 +366,10 @@ class InlineStream:
             observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
         return _UNRECORDED
 
+    def follow(self, event: Event) -> None:
+        """Let what is issued from now on run behind ``event``."""
+        self.run(_nothing, word=f"wait for {event.word}", after=(event,), record=False)
+
     def synchronize(self) -> BaseException | None:
         """Block the host until the queue is empty. Returns the failure, if any."""
         return None
@@ -402,11 +414,7 @@ class CudaStream:
         if self._observer is not None:
             self._observer.on_issue(self.lane, word)
         for event in after:
-            # Protects what the awaited work wrote (and what it still reads) from this work.
-            if isinstance(event, CudaEvent):
-                self.cuda.wait_event(event.cuda)
-            else:
-                event.wait()
+            self.follow(event)
         with torch.cuda.stream(self.cuda):
             try:
                 work()
@@ -416,6 +424,14 @@ class CudaStream:
         if not record:
             return _UNRECORDED
         return CudaEvent(word, self.lane, self.cuda.record_event())
+
+    def follow(self, event: Event) -> None:
+        """Let what is issued from now on run behind ``event``."""
+        # Protects what the awaited work wrote (and what it still reads) from what follows.
+        if isinstance(event, CudaEvent):
+            self.cuda.wait_event(event.cuda)
+        else:
+            event.wait()
 
     def synchronize(self) -> BaseException | None:
         """Block the host until the queue is empty. Returns the failure, if any."""
@@ -472,8 +488,7 @@ class CallerStream:
     def hold(self, stream: Stream) -> None:
         """Let what ``stream`` is given next wait for all that the caller has issued."""
         if self._on_cuda:
-            event = self.record("caller")
-            stream.run(_nothing, word="wait for caller", after=(event,), record=False)
+            stream.follow(self.record("caller"))
 
     def wait_stream(self, stream: Stream) -> None:
         """Let what the caller issues next wait for all that ``stream`` has been given.

@@ -18,7 +18,7 @@ Both need kernels or modules of their own there.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, final
 
 import torch
@@ -71,6 +71,16 @@ class AutogradSink:
 class Pending(Protocol):
     """A weight gradient that is yet to be made."""
 
+    @property
+    def operands(self) -> Sequence[Tensor]:
+        """The activations and output gradients that it is made of."""
+        ...
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """Whose it is."""
+        ...
+
     def make(self) -> None:
         """Make it and bring it to its sink."""
         ...
@@ -84,15 +94,12 @@ class WgradQueue:
         aside: layers whose gradients go to another queue, which is flushed on its own.
     """
 
-    __slots__ = ("_aside", "_used", "_waiting", "keeps_used")
+    __slots__ = ("_aside", "_used", "_waiting")
 
     def __init__(self, aside: Mapping[nn.Module, "WgradQueue"] | None = None) -> None:
         self._aside = aside
         self._waiting: deque[Pending] = deque()
         self._used: list[Pending] = []
-        self.keeps_used = False
-        """Whether what a flush read lives until ``drop_used``: where work runs after its launch,
-        another stream's memory must not be given back before that stream has waited."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -102,25 +109,36 @@ class WgradQueue:
         queue = self if self._aside is None else self._aside.get(layer, self)
         queue._waiting.append(pending)
 
-    def flush(self) -> None:
+    def flush(self, borrowed: Collection[int] = ()) -> None:
         """Make all that waits. Nothing waits for a layer that did not run, a frozen one, or after
-        another flush: then nothing happens."""
+        another flush: then nothing happens.
+
+        Args:
+            borrowed: ``storage_id``s of memory that is another stream's, where work runs after its
+                launch: what is read of it lives until ``drop_used``, for that stream must wait
+                before the memory is given back.
+        """
         waiting = self._waiting
         with torch.no_grad():
             while waiting:
                 pending = waiting.popleft()
                 pending.make()
-                if self.keeps_used:
+                if borrowed and any(storage_id(each) in borrowed for each in pending.operands):
                     self._used.append(pending)
 
     def drop_used(self) -> None:
-        """Let go of what the last flush read."""
+        """Let go of what the last flush read of another stream's memory."""
         self._used.clear()
 
     def clear(self) -> None:
         """After a failure: hold nothing."""
         self._waiting.clear()
         self._used.clear()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Of the memory that a tensor looks at; it lives as long as some tensor does."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 @final
@@ -141,6 +159,10 @@ class Wgrad:
         """In stream time: what takes the gradients of the backward that runs; None: they are made
         at once."""
 
+    def __reduce__(self) -> tuple[Callable[[GradSink, bool], "Wgrad"], tuple[GradSink, bool]]:
+        """A copy of a model, or one from a file, delays nothing: nobody would flush it."""
+        return _not_delayed, (self.sink, self.is_fused)
+
     def delay_into(self, queue: WgradQueue | None) -> None:
         """In stream time: what the backwards from here on leave goes to ``queue``."""
         self.queue = queue
@@ -154,12 +176,22 @@ class Wgrad:
         """Backward, where autograd is not to carry it: make the gradient or queue it.
 
         ``leaf``: the weight's, which the backward may not be asked to reach.
+
+        Raises:
+            RuntimeError: the weight has hooks, which would see no gradient.
         """
         if _is_asked_for(leaf):
+            if type(self.sink) is AutogradSink:
+                for weight in pending.weights:
+                    _refuse_hooks(weight)
             if self.queue is not None:
                 self.queue.put(layer, pending)
             else:
                 pending.make()
+
+
+def _not_delayed(sink: GradSink, is_fused: bool) -> Wgrad:
+    return Wgrad(sink, is_fused=is_fused)
 
 
 def leaf_of(weight: nn.Parameter) -> Node:
@@ -181,6 +213,16 @@ def _is_asked_for(leaf: Node) -> bool:
             "torch.autograd.grad() asks for a weight's gradient that is delayed, or fused, so "
             "autograd does not carry it; call backward(), which leaves it in .grad"
         ) from error
+
+
+def _refuse_hooks(weight: nn.Parameter) -> None:
+    # Autograd calls them with None, or before there is a gradient.
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # pyright: ignore
+        raise RuntimeError(
+            f"a weight of shape {tuple(weight.shape)} has a hook, and autograd, which would call "
+            "it, does not carry its delayed or fused gradient; remove the hook (register_hook, "
+            "register_post_accumulate_grad_hook) and do its work after the flush"
+        )
 
 
 class ManagedLayer(nn.Module):
@@ -214,6 +256,16 @@ class Contribution(NamedTuple):
     versions: tuple[int, int]
     """Of ``activation`` and ``grad_output``, counted up by every write to their memory."""
 
+    @property
+    def operands(self) -> Sequence[Tensor]:
+        """See ``Pending``."""
+        return self.activation, self.grad_output
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """See ``Pending``."""
+        return (self.weight,)
+
     def make(self) -> None:
         """Make the gradient and bring it to the sink.
 
@@ -225,7 +277,12 @@ class Contribution(NamedTuple):
         sink = self.wgrad.sink
         if self.wgrad.is_fused:
             tensor, is_fresh = sink.destination(self.weight)
-            self._write(tensor, overwrite=is_fresh)
+            try:
+                self._write(tensor, overwrite=is_fresh)
+            except BaseException:  # out of memory: what the memory held is no gradient
+                if is_fresh:
+                    tensor.zero_()
+                raise
         else:
             sink.add(self.weight, self.product())
 
@@ -291,7 +348,7 @@ def managed_linear(
     """``rows W^T + bias`` whose weight gradient ``layer.wgrad`` manages.
 
     Where there is nothing to manage (nobody manages the layer, no gradients are wanted, the weight
-    is frozen or computed from others, complex, or on ``meta``) it is the plain operation.
+    is frozen or computed from others, complex, on ``meta``, or within ``torch.func``'s transforms) it is the plain operation.
 
     Args:
         rows: ``[..., in]``; with a weight for each expert ``[E, T, in]``, or ``[T, in]`` together
@@ -313,12 +370,19 @@ def managed_linear(
             "bias outside"
         )
     is_managed = layer.wgrad is not None and type(weight) is nn.Parameter and weight.requires_grad
-    is_plain = weight.is_meta or weight.is_complex()
+    is_plain = weight.is_meta or weight.is_complex() or _is_transformed()
     if is_plain or not (is_managed and torch.is_grad_enabled()):
         return _forward(rows, weight, bias, num_rows)
     if torch.is_autocast_enabled(rows.device.type) and rows.dtype is not torch.float64:
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+    num_rows = None if num_rows is None else tuple(num_rows)  # a list may be filled anew before W
     return _Linear.apply(rows, weight, bias, (layer, layer.wgrad), num_rows)  # type: ignore[no-any-return]
+
+
+def _is_transformed() -> bool:
+    """Whether ``vmap``, ``grad`` or another transform of ``torch.func`` runs: they take no function
+    with a ``ctx``, and their gradients are values that they return."""
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
 
 
 _MATRIX: Final = 2

@@ -20,6 +20,7 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_hooks.lifecycle import RootLifecycle, ShardedModule, lifecycle_of
 from fsdp_hooks.wgrad import GradSink, ManagedLayer, Wgrad, WgradQueue, managed_linear
@@ -244,9 +245,14 @@ def delayed_wgrad(
     ``manage_wgrad``.
 
     Raises:
-        ValueError: see ``manage_wgrad``.
+        ValueError: see ``manage_wgrad``; or ``module`` is, or holds, a ``DistributedDataParallel``.
         RuntimeError: weight gradients are delayed already.
     """
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise ValueError(
+            "delayed weight gradients of a DistributedDataParallel, which reduces them within the "
+            "backward, before they are made; use fully_shard(strategy='no_shard') in its place"
+        )
     wgrad = manage_wgrad(module, layer_types=layer_types)
     if wgrad.queue is not None:
         raise RuntimeError(

@@ -51,6 +51,11 @@ class _Made(NamedTuple):
     """``[T, sum of out_i]``"""
     product: Product
 
+    @property
+    def operands(self) -> Sequence[Tensor]:
+        """See ``Pending``."""
+        return self.activation, self.grad_output
+
     def make(self) -> None:
         """Make it and bring it to the sink."""
         sizes = [len(weight) for weight in self.weights]
@@ -84,6 +89,11 @@ class _MadeGrouped(NamedTuple):
     grad_outputs: list[Tensor]
     """E, each ``[T_e, out]``"""
     product: Product
+
+    @property
+    def operands(self) -> Sequence[Tensor]:
+        """See ``Pending``."""
+        return *self.activations, *self.grad_outputs
 
     def make(self) -> None:
         """Make them and bring them to the sink."""

@@ -131,6 +131,24 @@ def test_a_value_that_somebody_else_has_stays_whole() -> None:
     assert torch.equal(kept[0], 2 * pair.weight)
 
 
+def test_a_gradient_goes_with_its_backward_though_the_model_keeps_the_graph_it_came_from() -> None:
+    kept: list[Tensor] = []
+    grads: list[StorageWeakRef] = []
+
+    def keeps_graph(value: Tensor) -> Tensor:
+        value.register_hook(lambda grad: grads.append(StorageWeakRef(grad.untyped_storage())))
+        kept.append(value * 2)
+        return value.square().sum()
+
+    pair = Pair(keeps_graph, LARGE)
+    pair.forward()
+    pair.taker.backward()
+    assert [ref.expired() for ref in grads] == [False]
+    pair.maker.backward()
+    assert kept[0].grad_fn is not None
+    assert [ref.expired() for ref in grads] == [True]
+
+
 # ---- in a schedule -------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ def test_all_that_can_be_hidden_is_found_to_be() -> None:
     assert found.gathers == (False, *(True,) * 6)
     assert found.reductions == (True, True, True, False)
     assert found.are_all_there
-    assert str(found) == "6 of 6 gathers, 3 of 3 reductions, 3 streams"
+    assert str(found) == "6 of 6 gathers (-++++++), 3 of 3 reductions (+++-), 3 streams"
 
 
 def test_one_that_lies_between_gemms_is_not_hidden() -> None:

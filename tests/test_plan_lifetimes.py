@@ -2,8 +2,8 @@ import pytest
 
 from ep_overlap.plan.action import Lane, LayerKind, parse_action
 from ep_overlap.plan.build import build_plan
-from ep_overlap.plan.edges import dependencies
-from ep_overlap.plan.lifetimes import release_points
+from ep_overlap.plan.edges import dependencies, waits
+from ep_overlap.plan.lifetimes import release_points, wait_points
 from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, OrderName
 
@@ -22,8 +22,33 @@ def test_a_gradient_that_comm_reads_lives_until_comp_waits_for_its_reader() -> N
     points = release_points(actions)
     reader = actions.index(parse_action("0B.dispatch.L0"))
     point = points[reader]
-    assert point is not None
-    assert str(actions[point]) == "0B.attn.L0"
+    assert point == reader, "comp has nothing between the two: it waits at once"
+
+
+def test_what_attn_read_is_given_back_before_mlp_is_issued() -> None:
+    """comm waits for attn.F when it is issued, not when dispatch.F is: mlp.B may use its memory."""
+    plan = build_plan(
+        shape=ModelShape(layers=(LayerKind.MOE,) * 3), num_microbatches=3, order=OrderName.PLAIN
+    )
+    actions = plan.actions
+    reader = actions.index(parse_action("1F.attn.L1"))
+    assert str(actions[reader + 1]) == "0B.mlp.L1"
+    assert release_points(actions)[reader] == reader
+    dispatch = actions.index(parse_action("1F.dispatch.L1"))
+    assert wait_points(actions)[dispatch][reader] == reader
+
+
+@pytest.mark.parametrize("order", list(OrderName))
+def test_a_lane_waits_for_what_the_plan_says_behind_what_it_does_before(order: OrderName) -> None:
+    actions = plan_actions(order)
+    points = wait_points(actions)
+    assert [tuple(each) for each in points] == list(waits(actions))
+    last_on_lane: dict[Lane, int] = {}
+    for index, action in enumerate(actions):
+        for awaited, point in points[index].items():
+            assert awaited <= point < index
+            assert point == awaited or point == last_on_lane[action.lane]
+        last_on_lane[action.lane] = index
 
 
 @pytest.mark.parametrize("order", list(OrderName))
@@ -49,9 +74,9 @@ def test_no_tensor_is_dropped_before_its_lane_is_known_to_follow_the_reader(
         if point is None:
             continue
         allocating = {Lane.COMM: Lane.COMP, Lane.COMP: Lane.COMM, Lane.RS: Lane.COMP}
-        assert actions[point].lane is allocating[actions[reader].lane]
-        assert reader in before[point]
-        earlier = range(reader + 1, point)
-        assert not any(
-            reader in before[i] and actions[i].lane is actions[point].lane for i in earlier
-        ), "it could go sooner"
+        lane = allocating[actions[reader].lane]
+        following = [i for i, action in enumerate(actions) if action.lane is lane]
+        first = next(i for i in following if reader in before[i])
+        previous = max((i for i in following if i < first), default=0)
+        assert max(reader, previous) <= point < first
+        assert reader == point or point in (previous, *direct[first]), "it could go sooner"

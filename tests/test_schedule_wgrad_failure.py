@@ -7,11 +7,10 @@ from itertools import product
 
 import pytest
 import schedule_support as support
-from schedule_support import Case
+from schedule_support import Case, unequal
 from test_schedule_failure import Fault, OddError, problems
 from test_schedule_wgrad import INLINE, RELEASED, THREAD, results
 from torch import Tensor, nn
-from wgrad_table import unequal
 
 from ep_overlap.plan.action import Compute, Phase
 from ep_overlap.plan.order import computes_of

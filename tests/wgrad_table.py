@@ -33,7 +33,7 @@ from parity_table import (
 from parity_table import error as worst_entry
 from rich.console import Console
 from rich.table import Table
-from schedule_support import Case, Groups
+from schedule_support import Case, Groups, unequal
 from torch import Tensor
 from wgrad_support import counted
 
@@ -210,18 +210,17 @@ def _steps(parts: Any, case: Case, run: Callable[[Sequence[Any]], list[Tensor]])
     return seen
 
 
-def unequal(ours: Steps, theirs: Steps) -> list[str]:
-    """Names of what differs by even one bit, or that one side lacks."""
-    return support.unequal(ours, theirs)
-
-
 def error_of_gradients(ours: Steps, theirs: Steps) -> float:
-    """The largest, relative to a gradient's largest entry; of no rows: none."""
+    """The largest of the first step, relative to a gradient's largest entry; of no rows: none.
+
+    After it the weights differ by rounding, and a token may go to another expert: the gradients of
+    later steps are not to be compared (in bfloat16 they were apart by 0.15).
+    """
     assert ours.keys() == theirs.keys()
     errors = [
         float((ours[name] - grad).abs().max() / grad.abs().max())
         for name, grad in theirs.items()
-        if "gradient of" in name and grad.abs().sum()
+        if name.startswith("step 0: gradient of") and grad.abs().sum()
     ]
     return max(errors)
 

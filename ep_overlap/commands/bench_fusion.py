@@ -24,26 +24,23 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 
-from ep_overlap.commands.arguments import BenchArguments, OptimizerName, TransformerImpl
+from ep_overlap.commands.arguments import BenchArguments, TransformerImpl
 from ep_overlap.commands.data import ByteBatches, load_bytes
+from ep_overlap.commands.dense import STRATEGY, build_dense, loss_of, optimizer_of, shard_dense
 from ep_overlap.commands.results import write_json
 from ep_overlap.commands.running import RunFailedError, running
 from ep_overlap.commands.world import choose_device, local_part
 from ep_overlap.links.emulated import register_emulated_backend
 from ep_overlap.links.emulated_speed import EmulatedLinks
-from ep_overlap.models.dense import DenseConfig, DenseTransformer
+from ep_overlap.models.dense import DenseTransformer
 from fsdp_hooks.accumulation import microbatch
-from fsdp_hooks.lifecycle import lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
 from fsdp_hooks.precision import MixedPrecision
-from fsdp_hooks.shard import fully_shard
 from fsdp_hooks.wgrad_layers import manage_wgrad
 
 SEPARATE: Final = "separate"
 FUSED: Final = "fused"
-STRATEGY: Final = "optim_grads_params"
 NUM_RANKS: Final = 8
 NUM_WARMUP_ROUNDS: Final = 3
 TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -66,6 +63,8 @@ class _Sample:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Variant:
+    """A sharded model, its optimizer, and its timed steps."""
+
     model: DenseTransformer
     optimizer: torch.optim.Optimizer
     samples: list[_Sample] = field(default_factory=list)
@@ -158,32 +157,19 @@ class _Bench:
 
     def _build(self, *, fuse: bool) -> _Variant:
         args = self._args
-        config = DenseConfig(
-            num_blocks=args.num_blocks,
-            hidden_size=args.hidden_size,
-            num_heads=args.num_attention_heads,
-            ffn_hidden_size=args.moe_ffn_hidden_size,
-            seq_length=args.seq_length,
-        )
-        model = DenseTransformer(config, seed=args.seed, linear=_linear(args.transformer_impl))
-        model.to(device=self._device, dtype=self._dtype)
+        model = build_dense(args, self._device, linear=_linear(args.transformer_impl))
+        model.to(self._dtype)
         mesh = init_device_mesh(self._device.type, (NUM_RANKS,))
         mp = MixedPrecision(reduce_dtype=torch.bfloat16 if args.grad_reduce_in_bf16 else None)
-        for block in model.layers:
-            fully_shard(block, mesh=mesh, strategy=STRATEGY, mp=mp)
-        fully_shard(model, mesh=mesh, strategy=STRATEGY, mp=mp)
-        lifecycle_of(model)  # builds the root, and with it the groups of its lanes
+        shard_dense(model, mesh, mp)
         if fuse:
             manage_wgrad(model, fuse=True)
-        make = torch.optim.SGD if args.optimizer is OptimizerName.SGD else torch.optim.AdamW
-        optimizer = shard_optimizer(make(model.parameters(), lr=args.lr))
-        return _Variant(model=model, optimizer=optimizer)
+        return _Variant(model=model, optimizer=shard_optimizer(optimizer_of(args, model)))
 
     def _accumulate(self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         for index, (tokens, targets) in enumerate(batches):
             with microbatch(model, is_last=index == len(batches) - 1):
-                scores = model(tokens).flatten(0, 1)
-                (F.cross_entropy(scores, targets.flatten()) / len(batches)).backward()
+                (loss_of(model, tokens, targets) / len(batches)).backward()
 
     def _sample(self, variant: _Variant, batches: Sequence[tuple[Tensor, Tensor]]) -> _Sample:
         start_s = self._now_s()
@@ -215,7 +201,8 @@ class _Bench:
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
 
     def _reserved_bytes(self, variant: _Variant) -> int:
-        """What one more step reserves over what it begins with, from an empty cache."""
+        """What the forwards and backwards of one more step reserve over what they begin with. From
+        an empty cache: else what earlier steps left there would be counted."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize()
@@ -228,7 +215,7 @@ class _Bench:
         return torch.cuda.max_memory_reserved() - start_bytes
 
     def result(self, difference: float) -> dict[str, Any]:
-        """What was found, as JSON has it."""
+        """What was found, as JSON has it. Takes one more backward of each, on a GPU."""
         args = self._args
         num_tokens = args.num_microbatches * args.micro_batch_size * args.seq_length
         variants: dict[str, dict[str, float]] = {}
@@ -267,13 +254,14 @@ def _deterministic() -> Generator[None]:
     """Attention's backward adds up in another order every time, on a GPU; differences of rounding
     grow from block to block."""
     before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what has no such algorithm
             yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
 def _linear(impl: TransformerImpl) -> type[nn.Module]:

@@ -67,6 +67,7 @@ KINDS: Final = (
     _Kind(name="megatron standard", overlap=False),
     _Kind(name="megatron combined"),
     _Kind(name="megatron combined, delayed", delay=True),
+    _Kind(name="ours plain", order="plain"),
     _Kind(name="ours plain, delayed", order="plain", delay=True),
     _Kind(name="ours paired", order="paired"),
     _Kind(name="ours paired, delayed", order="paired", delay=True),
@@ -81,15 +82,17 @@ class _Sample:
     host_s: float
     """Until all was issued."""
     peak_bytes: int
-    """The most that was allocated over what was there without the step."""
+    """The most that was allocated over models and gradients."""
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Variant:
     kind: _Kind
     step: Callable[[Sequence[Microbatch]], None]
-    samples: list[_Sample] = field(default_factory=list)
+    samples: list[_Sample] = field(default_factory=list[_Sample])
+    left_bytes: int = 0
+    """What its steps have left allocated: it is theirs, though it is there when the next begins."""
 
 
 def run(args: BenchArguments) -> int:
@@ -162,6 +165,8 @@ class _Bench:
         )
         self._groups = new_expert_groups(world.size)
         self._alone = new_torch_group([world.rank], "one_rank")
+        self._first_model: Any = None
+        """The others are built like it."""
         uses_te = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
         self.variants = [
             _Variant(kind=kind, step=self._step_of(kind))
@@ -183,13 +188,13 @@ class _Bench:
         world, is_gpu = self._world, self._device.type == "cuda"
         with nullcontext() if variant.kind.has_links else world.without_links():
             world.together()
+            rest_bytes = 0
             if is_gpu:
                 torch.cuda.empty_cache()
+                rest_bytes = torch.cuda.memory_allocated() - variant.left_bytes
             variant.step(batches)
             world.together()
-            start_bytes = 0
             if is_gpu:
-                start_bytes = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
             start_s = perf_counter()
             variant.step(batches)
@@ -197,10 +202,12 @@ class _Bench:
             if is_gpu:
                 torch.cuda.synchronize()
             end_s = perf_counter()
+        if is_gpu:
+            variant.left_bytes = torch.cuda.memory_allocated() - rest_bytes
         return _Sample(
             step_time_s=world.slowest(end_s - start_s),
             host_s=issued_s - start_s,
-            peak_bytes=torch.cuda.max_memory_allocated() - start_bytes if is_gpu else 0,
+            peak_bytes=torch.cuda.max_memory_allocated() - rest_bytes if is_gpu else 0,
         )
 
     def _step_of(self, kind: _Kind) -> Callable[[Sequence[Microbatch]], None]:
@@ -210,6 +217,8 @@ class _Bench:
 
         args = self._args
         model = self._model(kind)
+        for parameter in model.parameters():  # no step makes them, and none is to be charged
+            parameter.grad = torch.zeros_like(parameter)
         function: Callable[..., Any] = (
             forward_backward_no_pipelining
             if kind.order is None
@@ -259,9 +268,16 @@ class _Bench:
                 "delay_wgrad_compute": kind.delay,
             },
         )
-        return build_gpt(
-            sizes, self._groups, seed=args.seed, device=self._device, alone=self._alone
+        model = build_gpt(
+            sizes,
+            self._groups,
+            seed=args.seed,
+            device=self._device,
+            alone=self._alone,
+            like=self._first_model,
         )
+        self._first_model = self._first_model or model
+        return model
 
     def result(self) -> dict[str, Any]:
         """What was found, as JSON has it. Collective."""
@@ -291,6 +307,7 @@ class _Bench:
                 else None,
                 "host_s": median(sample.host_s for sample in variant.samples),
                 "peak_bytes": max(sample.peak_bytes for sample in variant.samples),
+                "left_bytes": variant.left_bytes,
             }
         is_gpu = self._device.type == "cuda"
         return {
@@ -346,7 +363,7 @@ def table(result: Mapping[str, Any]) -> Table:
         f"{result['world']}; median of {result['rounds']} rounds",
         caption=f"exchanges take {_ms(result['link_s'])}; best of "
         f"megatron: {result['best_of_megatron']}, compared round by round; host: until all was "
-        "issued; peak: over what is there without a step",
+        "issued; peak: over models and gradients",
     )
     shown.add_column("step", no_wrap=True)
     for column in ("ms", "of best of\nmegatron", "a2a\nhidden", "host\nms", "peak\nGiB"):

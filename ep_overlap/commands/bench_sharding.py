@@ -16,24 +16,22 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.nn import functional as F
 
-from ep_overlap.commands.arguments import BenchArguments, OptimizerName
+from ep_overlap.commands.arguments import BenchArguments
+from ep_overlap.commands.dense import STRATEGY, build_dense, loss_of, optimizer_of, shard_dense
 from ep_overlap.commands.results import write_json
 from ep_overlap.commands.running import RunFailedError, batches_of, running
 from ep_overlap.commands.world import Meshes, World, local_part, open_world
-from ep_overlap.models.dense import DenseConfig, DenseTransformer
+from ep_overlap.models.dense import DenseTransformer
 from ep_overlap.report.fsdp2_peak import GatheredBytes
 from fsdp_hooks.lifecycle import ShardedModule, lifecycle_of
 from fsdp_hooks.optimizer import shard_optimizer
-from fsdp_hooks.shard import fully_shard
 
 OURS: Final = "ours"
 FSDP2: Final = "fsdp2"
-STRATEGY: Final = "optim_grads_params"
 NUM_WARMUP_ROUNDS: Final = 2
 TOLERANCE: Final = 1e-5
 """Relative, of a loss in float32: how far two right results may be apart."""
@@ -97,8 +95,8 @@ class _Bench:
         self._data = batches_of(args, world)
         mesh = Meshes.of(world, world.size).dense
         self._variants = {
-            OURS: _build(args, world, lambda module: _shard_ours(module, mesh)),
-            FSDP2: _build(args, world, lambda module: _shard_fsdp2(module, mesh)),
+            OURS: _build(args, world, lambda model: shard_dense(model, mesh)),
+            FSDP2: _build(args, world, lambda model: _shard_fsdp2(model, mesh)),
         }
 
     def round(self, number: int) -> None:
@@ -118,7 +116,7 @@ class _Bench:
         world = self._world
         world.gathered(None)  # start together: what comes before is no part of the step
         start_s = self._world.now_s()
-        loss = _loss(variant.model, batch)
+        loss = loss_of(variant.model, *batch)
         forward_done_s = self._world.now_s()
         loss.backward()
         backward_done_s = self._world.now_s()
@@ -182,7 +180,7 @@ class _Bench:
     def _grad_norm(self, name: str, batch: tuple[Tensor, Tensor]) -> float:
         """Of one more forward and backward. Collective."""
         variant = self._variants[name]
-        _loss(variant.model, batch).backward()
+        loss_of(variant.model, *batch).backward()
         grads = [param.grad for param in variant.model.parameters()]
         squares = (local_part(g).double().square().sum() for g in grads if g is not None)
         (mean_square,) = self._world.mean([float(sum(squares))])
@@ -190,36 +188,16 @@ class _Bench:
         return math.sqrt(mean_square * self._world.size)
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    tokens, targets = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
 def _build(
     args: BenchArguments, world: World, shard: Callable[[DenseTransformer], None]
 ) -> _Variant:
-    config = DenseConfig(
-        num_blocks=args.num_blocks,
-        hidden_size=args.hidden_size,
-        num_heads=args.num_attention_heads,
-        ffn_hidden_size=args.moe_ffn_hidden_size,
-        seq_length=args.seq_length,
-    )
-    model = DenseTransformer(config, seed=args.seed).to(world.device)
+    model = build_dense(args, world.device)
     shard(model)
-    make = torch.optim.SGD if args.optimizer is OptimizerName.SGD else torch.optim.AdamW
-    optimizer = make(model.parameters(), lr=args.lr)
+    optimizer = optimizer_of(args, model)
     return _Variant(
         model=model,
         optimizer=shard_optimizer(optimizer) if isinstance(model, ShardedModule) else optimizer,
     )
-
-
-def _shard_ours(model: DenseTransformer, mesh: DeviceMesh) -> None:
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, strategy=STRATEGY)
-    fully_shard(model, mesh=mesh, strategy=STRATEGY)
-    lifecycle_of(model)  # builds the root, and with it the groups of its lanes
 
 
 def _shard_fsdp2(model: DenseTransformer, mesh: DeviceMesh) -> None:

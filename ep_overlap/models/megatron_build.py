@@ -136,6 +136,7 @@ def build_gpt(
     everyone: ProcessGroup | None = None,
     tensor_parallel: ProcessGroup | None = None,
     alone: ProcessGroup | None = None,
+    like: GPTModel | None = None,
 ) -> GPTModel:
     """Build the model: megatron-core's local layers with SequentialMLP, or Transformer Engine's
     with TEGroupedMLP.
@@ -156,6 +157,8 @@ def build_gpt(
             shards are drawn alike.
         alone: this rank's own group, for all that is not parallel; None: a new one. Models may
             share it. (Over gloo every group has a thread that polls.)
+        like: a model of the same sizes and seed, to copy the weights from: drawing them takes
+            seconds for each billion; None: they are drawn.
 
     Raises:
         ValueError: the experts cannot be divided evenly among the ranks.
@@ -180,8 +183,14 @@ def build_gpt(
             position_embedding_type=sizes.positions,
             pg_collection=process_groups(groups, everyone, tensor_parallel, alone),
         )
-    initialise(model, seed)
-    return model.to(device=device, dtype=sizes.dtype)
+    if like is None:
+        initialise(model, seed)
+        return model.to(device=device, dtype=sizes.dtype)
+    model = model.to(device=device, dtype=sizes.dtype)
+    with torch.no_grad():
+        for parameter, drawn in zip(model.parameters(), like.parameters(), strict=True):
+            parameter.copy_(drawn)
+    return model
 
 
 def check_world(sizes: MegatronSizes, groups: ExpertGroups) -> None:

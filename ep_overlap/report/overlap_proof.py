@@ -84,11 +84,16 @@ class Overlaps:
         )
 
     def __str__(self) -> str:
-        """``6 of 6 gathers, 3 of 3 reductions, 3 streams``."""
+        """``6 of 6 gathers (-++++++), 3 of 3 reductions (+++-), 3 streams``: each in its place."""
+        gathers, reductions = _marks(self.gathers), _marks(self.reductions)
         return (
-            f"{sum(self.gathers)} of {NUM_GATHERS} gathers, {sum(self.reductions)} of "
-            f"{NUM_REDUCTIONS} reductions, {self.num_streams} streams"
+            f"{sum(self.gathers)} of {NUM_GATHERS} gathers ({gathers}), {sum(self.reductions)} of "
+            f"{NUM_REDUCTIONS} reductions ({reductions}), {self.num_streams} streams"
         )
+
+
+def _marks(are_hidden: Sequence[bool]) -> str:
+    return "".join("+" if is_hidden else "-" for is_hidden in are_hidden)
 
 
 def overlaps_of(kernels: Sequence[Kernel]) -> Overlaps:

@@ -22,7 +22,7 @@ Roots and gradients only: activation checkpointing refuses ``backward(inputs=...
 is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ours.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Final, NamedTuple, final
 
@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fsdp_hooks.wgrad import storage_id
 
 Bundle = tuple[Tensor | None, ...]
 """A hand-off's value: a named tuple such as ``Tokens``; None where an optional field is absent."""
@@ -126,6 +128,11 @@ class HandOff:
         self._sent = tuple(kept)
         leaf.data = sent.new_empty(1).expand(sent.shape)
 
+    @property
+    def held(self) -> Bundle:
+        """The value; None where it was let go of."""
+        return self._sent
+
     def take(self) -> Bundle:
         """The value itself, which is then let go: no backward will come for it."""
         sent = self._sent
@@ -138,6 +145,8 @@ class HandOff:
             if root is not None and received is not None and (grad := received.grad) is not None:
                 roots.append(root)
                 grads.append(grad)
+                # A model may keep a piece of the consumer's graph, and that the leaf.
+                received.grad = None
         self.clear()
 
     def clear(self) -> None:
@@ -228,6 +237,7 @@ class NodeRun:
         "_read",
         "_state",
         "_used",
+        "borrowed",
         "keeps_used",
         "name",
         "post_backward_hooks",
@@ -255,6 +265,8 @@ class NodeRun:
         self.keeps_used = False
         """Whether what the node read of other lanes lives until ``drop_read`` and ``drop_used``
         (see ``plan/lifetimes.py``): where work runs after it was launched."""
+        self.borrowed: Collection[int] = ()
+        """The ``storage_id``s of it, from the backward on: a W node may read it, too."""
         # A node knows hooks, not who made them. They run in the node's own stream time.
         self.pre_forward_hooks: tuple[Hook, ...] = ()
         self.pre_backward_hooks: tuple[Hook, ...] = ()
@@ -305,10 +317,12 @@ class NodeRun:
         grads: list[Tensor] = []
         for outlet in self._outlets:
             outlet.roots(roots, grads)
-        if roots:
-            _run_backward(roots, grads)
         if self.keeps_used:
             self._used = grads
+            held = (tensor for inlet in self._inlets for tensor in inlet.held if tensor is not None)
+            self.borrowed = frozenset(map(storage_id, (*grads, *held)))
+        if roots:
+            _run_backward(roots, grads)
         self._state = NodeState.IDLE
         for hook in self.post_backward_hooks:
             hook()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from ep_overlap.plan.action import Action, Compute, Lane, Phase, Sync, UnitAction, UnitOp
-from ep_overlap.plan.lifetimes import release_points
+from ep_overlap.plan.lifetimes import release_points, wait_points
 from ep_overlap.plan.plan import Plan
 from ep_overlap.run.node import NodeRun
 from ep_overlap.run.wgrad import WgradRun
@@ -18,6 +18,8 @@ from fsdp_hooks.lifecycle import UnitLifecycle
 from fsdp_hooks.streams import Event, Stream, Work, completed
 
 Drop = Callable[[], None]
+
+Follow = Callable[[Event], None]
 
 Launch = Callable[[Sequence[Event]], Event]
 """Issues one action behind some events; returns the event of its completion."""
@@ -53,30 +55,38 @@ class Program:
         self.plan = plan
         bound = _Bound(streams=streams, nodes=nodes, again=again, wgrads=wgrads, units=units)
         awaited = frozenset(index for waits in plan.waits for index in waits)
-        launches = (
+        launches = [
             bound.launch_of(action, record=index in awaited, host_waits_for_sizes=runs_after_launch)
             for index, action in enumerate(plan.actions)
-        )
-        self._steps = tuple(zip(launches, plan.waits, strict=True))
-        self._drops: Mapping[int, Sequence[Drop]] = {}
+        ]
+        waits = plan.waits
+        follows: Mapping[int, Sequence[tuple[Follow, int]]] = {}
+        drops: Mapping[int | None, Sequence[Drop]] = {}
         if runs_after_launch:
-            self._drops = _drops(plan, bound)
+            follows, waits = _follows(plan, streams)
+            drops = _drops(plan, bound)
             for node in (*nodes.values(), *again.values()):
                 node.keeps_used = True
-            for wgrad in wgrads.values():
-                wgrad.queue.keeps_used = True
+        self._steps = tuple(
+            (launch, waits[index], tuple(follows.get(index, ())), tuple(drops.get(index, ())))
+            for index, launch in enumerate(launches)
+        )
+        self._last_drops = tuple(drops.get(None, ()))
 
     def run(self) -> None:
         """Issue every action in order. Returns when all are issued, not when they are done."""
         events: list[Event] = []
-        if not self._drops:
-            for launch, waits in self._steps:
-                events.append(launch([events[index] for index in waits]))
-            return
-        for index, (launch, waits) in enumerate(self._steps):
-            events.append(launch([events[earlier] for earlier in waits]))
-            for drop in self._drops.get(index, ()):
+        for launch, waits, follows, drops in self._steps:
+            events.append(launch([events[index] for index in waits]))
+            for follow, awaited in follows:
+                follow(events[awaited])
+            for drop in drops:
                 drop()
+
+    def drop_rest(self) -> None:
+        """When the caller's stream has waited for all: let go of what no lane has waited for."""
+        for drop in self._last_drops:
+            drop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +151,31 @@ def _key_of(action: Compute) -> NodeKey:
     return action.microbatch, action.node, action.layer
 
 
-def _drops(plan: Plan, bound: _Bound) -> Mapping[int, Sequence[Drop]]:
-    """For each action, what may let go of what it read once the action is issued."""
-    found: dict[int, list[Drop]] = {}
+def _drops(plan: Plan, bound: _Bound) -> Mapping[int | None, Sequence[Drop]]:
+    """For each action, what may let go of what it read once the action is issued, and the waits
+    that follow it. None: what only the end of the step lets go of."""
+    found: dict[int | None, list[Drop]] = {}
     for action, point in zip(plan.actions, release_points(plan.actions), strict=True):
-        if point is not None and (drop := bound.drop_of(action)) is not None:
+        if (drop := bound.drop_of(action)) is not None:
             found.setdefault(point, []).append(drop)
     return found
+
+
+def _follows(
+    plan: Plan, streams: Mapping[Lane, Stream]
+) -> tuple[Mapping[int, Sequence[tuple[Follow, int]]], Sequence[Sequence[int]]]:
+    """For each action, the waits that follow its issue; and what is left to wait for at the issue,
+    of actions that are none of a stream's own."""
+    follows: dict[int, list[tuple[Follow, int]]] = {}
+    left: list[Sequence[int]] = []
+    for action, points in zip(plan.actions, wait_points(plan.actions), strict=True):
+        if isinstance(action, Compute):
+            for awaited, point in points.items():
+                follows.setdefault(point, []).append((streams[action.lane].follow, awaited))
+            left.append(())
+        else:
+            left.append(tuple(points))
+    return follows, left
 
 
 def _launch_on(stream: Stream, work: Work, *, word: str, record: bool) -> Launch:

@@ -2,7 +2,7 @@
 
 from typing import final
 
-from ep_overlap.run.node import Hook
+from ep_overlap.run.node import Hook, NodeRun
 from fsdp_hooks.wgrad import WgradQueue
 
 
@@ -12,12 +12,14 @@ class WgradRun:
 
     Args:
         queue: filled by the node's backward.
+        node: the one whose backward fills it.
     """
 
-    __slots__ = ("post_hooks", "pre_hooks", "queue")
+    __slots__ = ("_node", "post_hooks", "pre_hooks", "queue")
 
-    def __init__(self, queue: WgradQueue) -> None:
+    def __init__(self, queue: WgradQueue, node: NodeRun) -> None:
         self.queue = queue
+        self._node = node
         # As a node's: they run in the work's own stream time.
         self.pre_hooks: tuple[Hook, ...] = ()
         self.post_hooks: tuple[Hook, ...] = ()
@@ -26,6 +28,6 @@ class WgradRun:
         """Make what waits."""
         for hook in self.pre_hooks:
             hook()
-        self.queue.flush()
+        self.queue.flush(self._node.borrowed)
         for hook in self.post_hooks:
             hook()

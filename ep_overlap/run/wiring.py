@@ -31,9 +31,19 @@ def wire(slot: MicrobatchSlot, parts: ModelParts[Any, Any]) -> dict[NodeKey, Nod
 
 
 def wire_wgrad(
-    slot: MicrobatchSlot, parts: ModelParts[Any, Any], delayed: Collection[tuple[Node, int | None]]
+    slot: MicrobatchSlot,
+    parts: ModelParts[Any, Any],
+    delayed: Collection[tuple[Node, int | None]],
+    with_backward: Callable[[NodeKey], NodeRun],
 ) -> dict[NodeKey, WgradRun]:
-    """All W nodes of one microbatch, each with a queue of its own. ``delayed``: what has some."""
+    """All W nodes of one microbatch, each with a queue of its own.
+
+    Args:
+        slot: the microbatch's.
+        parts: the model's.
+        delayed: what has some.
+        with_backward: the node whose backward the plan runs.
+    """
     wgrads: dict[NodeKey, WgradRun] = {}
     for index, layer in enumerate(parts.layers):
         nodes = (node for node in WGRADS_OF[layer.kind] if (node, index) in delayed)
@@ -45,7 +55,9 @@ def wire_wgrad(
             aside = dict.fromkeys(shared_experts.modules(), queues[Node.SHARED])
             queues[Node.ATTN] = WgradQueue(aside)
         for node, queue in queues.items():
-            wgrads[slot.index, node, index] = WgradRun(queue)
+            runs_in = Node.ATTN if node is Node.SHARED else node
+            run = with_backward((slot.index, runs_in, index))
+            wgrads[slot.index, node, index] = WgradRun(queue, run)
     return wgrads
 
 
