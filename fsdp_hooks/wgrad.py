@@ -217,7 +217,7 @@ def _is_asked_for(leaf: Node) -> bool:
 
 def _refuse_hooks(weight: nn.Parameter) -> None:
     # Autograd calls them with None, or before there is a gradient.
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # pyright: ignore
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError(
             f"a weight of shape {tuple(weight.shape)} has a hook, and autograd, which would call "
             "it, does not carry its delayed or fused gradient; remove the hook (register_hook, "
@@ -348,7 +348,8 @@ def managed_linear(
     """``rows W^T + bias`` whose weight gradient ``layer.wgrad`` manages.
 
     Where there is nothing to manage (nobody manages the layer, no gradients are wanted, the weight
-    is frozen or computed from others, complex, on ``meta``, or within ``torch.func``'s transforms) it is the plain operation.
+    is frozen or computed from others, complex, or on ``meta``; a transform of ``torch.func`` runs)
+    it is the plain operation.
 
     Args:
         rows: ``[..., in]``; with a weight for each expert ``[E, T, in]``, or ``[T, in]`` together

@@ -44,6 +44,8 @@ class ExpertLinear(ManagedLayer):
         num_experts: E, of this rank.
         in_features: columns of each weight.
         out_features: rows of each weight.
+        dtype: of the weights; as for ``device``, None: torch's default.
+        device: where they are.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ def manage_wgrad(
 
     Raises:
         ValueError: ``module`` has no such layer; another module around or within it is managed, or
-            sharded, by itself; ``fuse`` differs from what it was.
+            sharded, by itself; ``fuse`` differs from what it was; it has a layer of Transformer
+            Engine's that ``wgrad_transformer_engine.refuse_unfit`` names.
     """
     if not isinstance(module, ShardedModule):
         _refuse_sharded_parts(module)
@@ -269,5 +272,5 @@ def delayed_wgrad(
         delayed.drop()
         raise
     finally:
-        wgrad.queue = None
+        wgrad.delay_into(None)
         root.postpones_end = False

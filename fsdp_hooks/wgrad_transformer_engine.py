@@ -115,6 +115,7 @@ class _MadeGrouped(NamedTuple):
         if not self.wgrad.is_fused:
             for weight, made in zip(self.weights, outs, strict=True):
                 sink.add(weight, made)
+        # Not strict: without biases the product gives an empty gradient for each expert.
         for bias, made in zip(self.biases, bias_grads, strict=False):
             sink.add(bias, made)
 
@@ -124,7 +125,7 @@ class WgradStore:
 
     __slots__ = ("_layer",)
 
-    def __init__(self, layer: "ManagedLayer") -> None:
+    def __init__(self, layer: ManagedLayer) -> None:
         self._layer = layer
 
     def delay_wgrad_compute(self) -> bool:
@@ -174,7 +175,8 @@ class WgradStore:
     def _params(
         self, layer: ManagedLayer, activation: Tensor, grad_output: Tensor
     ) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
-        """The weights, and the biases, that the product of these is for."""
+        """The weights, and the biases, that the product of these is for. ``activation``:
+        ``[T, in]``; ``grad_output``: ``[T, out]``."""
         te_layer = cast(Any, layer)
         if isinstance(layer, ManagedLayerNormMLP):
             shape = (grad_output.shape[-1], activation.shape[-1])
@@ -293,15 +295,17 @@ def refuse_unfit(layer: nn.Module, name: str, *, is_fused: bool) -> None:
         is_fused: whether gradients are to be written straight where they go.
 
     Raises:
-        ValueError: Transformer Engine is older than 2.10, the layer is of another kind (its op
-            fuser's among them), or it was built to fuse by itself.
+        ValueError: Transformer Engine is older than ``MIN_VERSION``; the layer is of another kind
+            (its op fuser's among them), was built to fuse by itself or for grouped tensors; or it
+            is a ``LayerNormMLP`` with two weights of one shape or, fused, with biases.
     """
     kind, te_layer = type(layer).__name__, cast(Any, layer)
     installed = version("transformer_engine")
     if tuple(int(part) for part in installed.split(".")[:2]) < MIN_VERSION:
         raise ValueError(
-            f"{name} is Transformer Engine {installed}'s {kind}; expected 2.10 or newer where "
-            "weight gradients are delayed or fused. Update it, or leave both out"
+            f"{name} is Transformer Engine {installed}'s {kind}; expected "
+            f"{'.'.join(map(str, MIN_VERSION))} or newer where weight gradients are delayed or "
+            "fused. Update it, or leave both out"
         )
     if not isinstance(layer, tuple(TRANSFORMER_ENGINE_LAYERS)):
         known = ", ".join(each.__name__ for each in TRANSFORMER_ENGINE_LAYERS)
@@ -316,7 +320,8 @@ def refuse_unfit(layer: nn.Module, name: str, *, is_fused: bool) -> None:
             "expected False. Build the model with gradient_accumulation_fusion=False and let "
             "manage_wgrad(fuse=True) do it"
         )
-    if isinstance(layer, te.GroupedLinear) and te_layer.use_grouped_tensor:
+    # The oldest releases have no such path, and no attribute that says so.
+    if isinstance(layer, te.GroupedLinear) and getattr(te_layer, "use_grouped_tensor", False):
         raise ValueError(
             f"{name} was built with use_grouped_tensor=True; expected False where weight gradients "
             "are delayed or fused"

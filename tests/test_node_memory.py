@@ -1,22 +1,46 @@
 """What a hand-off holds: nothing that no backward reads."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, override
 
 import pytest
 import schedule_support as support
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, is_tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ep_overlap.config import OverlapConfig
 from ep_overlap.links.emulated import register_emulated_backend
 from ep_overlap.models.groups import ExpertGroups, lone_expert_groups, new_expert_groups
 from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, cross_entropy
 from ep_overlap.run.node import MIN_BYTES, HandOff, Hidden, LossEnd, NodeRun
+from ep_overlap.run.runner import Program
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.streams import StreamKind
+from fsdp_hooks.wgrad import WgradQueue, storage_id
+from fsdp_hooks.wgrad_layers import manage_wgrad
+
+
+class Made(TorchDispatchMode):
+    """Notes the memory of all large tensors that operations make."""
+
+    def __init__(self, made: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self._made = made
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {storage_id(each) for each in tree_leaves(args) if is_tensor(each)}
+        for each in tree_leaves(result):
+            is_large = is_tensor(each) and each.nbytes >= MIN_BYTES
+            if is_large and storage_id(each) not in known:
+                self._made.append(StorageWeakRef(each.untyped_storage()))
+        return result
+
 
 LARGE = (64, MIN_BYTES // 64 // 4)
 SMALL = (4, 4)
@@ -149,6 +173,28 @@ def test_a_gradient_goes_with_its_backward_though_the_model_keeps_the_graph_it_c
     assert [ref.expired() for ref in grads] == [True]
 
 
+@pytest.mark.parametrize(("is_borrowed", "is_held"), [(True, True), (False, False)])
+def test_a_flush_holds_what_it_read_of_another_streams_memory(
+    is_borrowed: bool, is_held: bool
+) -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    wgrad = manage_wgrad(nn.Sequential(layer))
+    queue = WgradQueue()
+    wgrad.delay_into(queue)
+    x = torch.ones(4, 8)
+    storage = StorageWeakRef(x.untyped_storage())
+    borrowed = {storage_id(x)} if is_borrowed else {storage_id(layer.weight)}
+    layer(x).sum().backward()
+    del x
+    assert not storage.expired()
+    queue.flush(borrowed)
+    assert storage.expired() != is_held
+    queue.drop_used()
+    assert storage.expired()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, torch.full((8, 8), 4.0))
+
+
 # ---- in a schedule -------------------------------------------------------------------------------
 
 
@@ -186,7 +232,7 @@ def alive_after_forward(order: str) -> tuple[set[str], set[str], set[str]]:
                 sent[f"{name}.{index}"] = StorageWeakRef(tensor.untyped_storage())
 
     def note(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage()._cdata)
+        saved.add(storage_id(tensor))
         return tensor
 
     support.tap(model, probe)
@@ -213,6 +259,39 @@ def test_of_a_microbatch_in_flight_only_what_graphs_have_saved_is_alive(order: s
     assert unsaved <= {"combine.L1.0", "attn.L1.1"}, "post, which has not ended, reads those"
     # Tokens are sorted by expert where they arrive, and the experts' results sorted back.
     assert {"attn.L0.0", "dispatch.L0.0", "mlp.L0.0", "combine.L0.0"} <= sent - alive
+
+
+@pytest.mark.usefixtures("emulated_world")
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("order", ["plain", "paired"])
+def test_where_work_runs_after_its_launch_a_step_leaves_nothing(order: str, delay: bool) -> None:
+    """Such a program, run at once: what each node read goes as the plan says, the last with the
+    step."""
+    model, batches = large_model(new_expert_groups(2))
+    config = OverlapConfig(num_microbatches=2, order=order, delay_wgrad=delay)
+    schedule = OverlapSchedule(model, config, stream_kind=StreamKind.INLINE)
+    schedule.step(batches, cross_entropy)  # with gradients in place
+    expected = support.gradients(model)
+    model.zero_grad(set_to_none=False)
+    schedule._training = Program(  # pyright: ignore[reportPrivateUsage]
+        schedule.plan,
+        streams=schedule._streams,  # pyright: ignore[reportPrivateUsage]
+        nodes=schedule._nodes,  # pyright: ignore[reportPrivateUsage]
+        again={},
+        wgrads=schedule._wgrads,  # pyright: ignore[reportPrivateUsage]
+        units={},
+        runs_after_launch=True,
+    )
+    made: list[StorageWeakRef] = []
+    most = 0
+    with Made(made):
+        for _ in range(2):
+            schedule.step(batches, cross_entropy)
+            most = max(most, len(made))
+    assert most > 100
+    assert [ref for ref in made if not ref.expired()] == []
+    halves = [2 * grad for grad in expected.values()]
+    assert all(map(torch.allclose, support.gradients(model).values(), halves))
 
 
 @pytest.mark.parametrize("order", ["plain", "paired"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import schedule_support as support
 import torch
-from schedule_support import Case, Groups
+from schedule_support import Case, Groups, unequal
 from test_schedule_parity import own_order
 from test_wgrad_sharded_fused import Seen, seen_in, storages
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from wgrad_table import (
     error_of_gradients,
     on_standard_path,
     under_schedule,
-    unequal,
     worst_of_ranks,
 )
 

@@ -297,6 +297,33 @@ def test_batched_experts_equal_a_loop(num_tokens: int, mode: str) -> None:
     assert worst_error(got, expected) <= MAX_ERROR
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_after_forward", [False, True])
+def test_the_callers_list_of_rows_may_change_once_it_was_read(
+    is_after_forward: bool, mode: str
+) -> None:
+    rows = [1, 2, 3]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        rows[:] = [1, 2, 3]
+        made = model(x, rows).square().sum()
+        if is_after_forward:
+            rows[:] = [3, 2, 1]
+        else:
+            x.register_hook(lambda _: rows.__setitem__(slice(None), [3, 2, 1]))
+        return made
+
+    got = backwards(experts(), mode, [randn(6, 4).requires_grad_()], loss)
+    expected = backwards(
+        experts(),
+        "autograd",
+        [randn(6, 4).requires_grad_()],
+        lambda model, x: by_loop(model, x.split([1, 2, 3])),
+    )
+    assert rows == [3, 2, 1]
+    assert worst_error(got, expected) <= MAX_ERROR
+
+
 def test_grouped_weights_that_are_views_of_one_tensor_train() -> None:
     # M#6228: swapped data did not reach the views, so they never trained.
     flat, flat_grad = randn(3, 5, 4), torch.zeros(3, 5, 4, dtype=torch.float64)
@@ -448,3 +475,73 @@ def test_a_copy_of_a_managed_model_is_managed_by_itself(mode: str) -> None:
         assert (sink.num_added, sink.num_written) == (0, 0)
         assert worst_error(got, backwards(mlp(), "autograd", [randn(4, 3)])) <= MAX_ERROR
         assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_copy_that_is_made_while_gradients_wait_delays_nothing(fuse: bool) -> None:
+    model = mlp()
+    manage_wgrad(model, fuse=fuse)
+    with delayed_wgrad(model) as delayed:
+        square_loss(model, randn(4, 3)).backward()
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert len(delayed) == 2
+    plain = mlp()
+    square_loss(plain, randn(4, 3)).backward()
+    expected = grads_of(plain)
+    assert worst_error(grads_of(model), expected) <= MAX_ERROR
+    for other in copies:
+        other.zero_grad()
+        square_loss(other, randn(4, 3)).backward()
+        assert worst_error(grads_of(other), expected) <= MAX_ERROR
+
+
+# ---- what calls the model ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_transforms_of_torch_func_return_what_they_return_of_a_plain_model(mode: str) -> None:
+    plain, model, x = mlp(), mlp(), randn(4, 3)
+    manage_wgrad(model, fuse=mode in ("fused", "both"))
+
+    def all_of(called: nn.Module) -> list[Tensor]:
+        return [
+            torch.func.vmap(called)(x),
+            torch.func.grad(lambda rows: called(rows).square().sum())(x),
+            torch.func.jacrev(called)(x),
+        ]
+
+    with delayed_wgrad(model) if mode in ("delayed", "both") else nullcontext():
+        got = all_of(model)
+    for ours, theirs in zip(got, all_of(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["delayed", "fused", "both"])
+@pytest.mark.parametrize("is_post", [False, True])
+def test_hooks_of_a_weight_that_would_see_no_gradient_are_refused(is_post: bool, mode: str) -> None:
+    model = mlp()
+    weight = model.get_parameter("2.weight")
+    if is_post:
+        hook = weight.register_post_accumulate_grad_hook(lambda _: None)
+    else:
+        hook = weight.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match="has a hook"):
+        backwards(model, mode, [randn(4, 3)])
+    hook.remove()
+    model.zero_grad()
+    got = backwards(model, mode, [randn(4, 3)])
+    assert worst_error(got, backwards(mlp(), "autograd", [randn(4, 3)])) <= MAX_ERROR
+
+
+def test_hooks_of_a_weight_whose_gradient_autograd_carries_run() -> None:
+    def seen_by(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        model.get_parameter("0.weight").register_hook(seen.append)
+        square_loss(model, randn(4, 3)).backward()
+        return seen
+
+    managed = mlp()
+    manage_wgrad(managed)
+    (ours,), (theirs,) = seen_by(managed), seen_by(mlp())
+    assert torch.equal(ours, theirs)

@@ -76,6 +76,21 @@ class Outputs(TorchDispatchMode):
         return sum(live.values())
 
 
+class OutOfMemory(TorchDispatchMode):
+    """Fills what is allocated with NaN, and lets each product that is written there fail."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.out:
+            raise torch.OutOfMemoryError("no memory for a product")
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty_like.default:
+            result.fill_(float("nan"))
+        return result
+
+
 # ---- between backward and flush ------------------------------------------------------------------
 
 BYTES = 8
@@ -422,3 +437,13 @@ def test_an_output_gradient_that_became_a_gradient_is_refused_once_that_changes(
     # Autograd makes the memory of a view's gradient the parameter's, without asking who reads it.
     with pytest.raises(RuntimeError, match="add a clone of it"):
         add_up_a_views_gradient()
+
+
+def test_a_fused_product_that_fails_leaves_no_content_of_fresh_memory() -> None:
+    model = mlp()
+    manage_wgrad(model, fuse=True)
+    loss = loss_of(model, input_of())
+    with pytest.raises(torch.OutOfMemoryError), OutOfMemory():
+        loss.backward()
+    loss_of(model, input_of()).backward()
+    assert worst_error(grads_of(model), by_autograd(mlp(), [input_of()])) <= MAX_ERROR

@@ -18,6 +18,7 @@ from sharding_support import (
     worst_error,
 )
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from wgrad_support import (
     MAX_ERROR,
     SHARING,
@@ -165,6 +166,22 @@ def test_an_unsharded_part_of_a_sharded_model_is_refused(ranks2: RankPool) -> No
     for messages in ranks2.run(refusals_of_parts):
         assert len(messages) == 2
         assert all("call manage_wgrad on what fully_shard was called on" in m for m in messages)
+
+
+def refusal_of_torchs_data_parallel() -> str:
+    model = DistributedDataParallel(make_sharing(SHARING[0], uses_plainly=False))
+    try:
+        with delayed_wgrad(model):
+            model(tokens_of(dist.get_rank())).backward()
+    except ValueError as error:
+        return str(error)
+    return f"not refused; gradients: {list(grads_of(model))}"
+
+
+def test_a_model_that_torch_reduces_within_its_backward_is_refused(ranks2: RankPool) -> None:
+    # What comes after it would stay each rank's own, and ranks would part.
+    for message in ranks2.run(refusal_of_torchs_data_parallel):
+        assert "fully_shard(strategy='no_shard')" in message
 
 
 def reductions_of_full_and_split_backwards(fuse: bool) -> list[tuple[float, int]]:

@@ -19,6 +19,7 @@ from fsdp_hooks.accumulation import microbatch
 from fsdp_hooks.lifecycle import ShardedModule
 from fsdp_hooks.precision import MixedPrecision
 from fsdp_hooks.shard import fully_shard
+from fsdp_hooks.wgrad import ManagedLayer
 from fsdp_hooks.wgrad_layers import delayed_wgrad, manage_wgrad
 
 WIDTH, NUM_ROWS = 64, 32
@@ -215,6 +216,11 @@ def test_what_is_refused_is_named() -> None:
             "fuse_wgrad_accumulation=True",
         ),
         "op fuser": (te.ops.Linear(WIDTH, WIDTH), False, "its op fuser"),
+        "grouped tensors": (
+            te.GroupedLinear(2, WIDTH, WIDTH, use_grouped_tensor=True),
+            False,
+            "use_grouped_tensor=True",
+        ),
         "biases": (te.LayerNormMLP(WIDTH, 96), True, "expected bias=False"),
         "square": (te.LayerNormMLP(WIDTH, WIDTH, bias=False), False, "told apart"),
     }
@@ -230,6 +236,15 @@ def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fsdp_hooks.wgrad_transformer_engine.version", lambda _: "2.9.1")
     with pytest.raises(ValueError, match=r"Transformer Engine 2\.9\.1's Linear; expected 2\.10"):
         manage_wgrad(nn.Sequential(te.Linear(WIDTH, WIDTH)), fuse=True)
+
+
+def test_a_grouped_layer_of_a_release_without_grouped_tensors_is_managed() -> None:
+    """2.10's has no attribute that names that path."""
+    take_gpu()
+    layer = te.GroupedLinear(2, WIDTH, WIDTH)
+    del layer.use_grouped_tensor
+    manage_wgrad(nn.Sequential(layer), fuse=True)
+    assert isinstance(layer, ManagedLayer)
 
 
 def test_its_own_flush_is_refused() -> None:
