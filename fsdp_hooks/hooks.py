@@ -126,6 +126,8 @@ class ModuleHooks:
         self._backward: _Backward | None = None
         self._end: ref[_End] | None = None
         """Of ``_backward``; dead if that has failed."""
+        self._num_aborts = 0
+        """The root's, when ``_backward`` began: another now says that somebody has dropped it."""
         self._reducing: deque[tuple[FsdpUnit, Event]] = deque()
         for use in self._uses.values():
             self._install(use)
@@ -306,16 +308,29 @@ class ModuleHooks:
     # ---- backward -----------------------------------------------------------------------------
 
     def _running_backward(self) -> _Backward | None:
-        """The backward that runs. If the last one failed, its step is dropped here."""
+        """The backward that runs. If the last one failed, its step is dropped here.
+
+        Raises:
+            RuntimeError: it failed within ``delayed_wgrad``, whose queues hold weight gradients of
+                the step that is dropped.
+        """
         if self._end is not None and self._end() is None:
             self._reset()
+            was_dropped = self._root.num_aborts != self._num_aborts
             self._root.abort()
+            if self._root.postpones_end and not was_dropped:
+                raise RuntimeError(
+                    "a backward failed inside delayed_wgrad, and the loop goes on; this step's "
+                    "gradients are dropped. Let the failure leave delayed_wgrad, and repeat the "
+                    "whole step"
+                )
         return self._backward
 
     def _queue_end(self) -> None:
         """Ask autograd for a call when the backward that runs is over."""
         end = _End(self._end_of_backward)
         self._end = ref(end)
+        self._num_aborts = self._root.num_aborts
         Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
 
     def _begin_backward(self) -> _Backward:

@@ -37,6 +37,8 @@ class FsdpRoot:
         self.context = context
         self.grad_sink: GradSink = UnitSink(self.units)
         self.postpones_end = False
+        self.num_aborts = 0
+        """How many steps have been dropped."""
         self._has_current_weights = False
         """Whether compute weights were filled within ``microbatch(is_last=False)``: no optimizer
         has stepped since."""
@@ -174,6 +176,7 @@ class FsdpRoot:
         Warns if gradients of earlier backwards, which waited for the step's one reduction, go with
         it. What is in ``.grad`` stays.
         """
+        self.num_aborts += 1
         for stream in (self.context.ag, self.context.rs):
             stream.synchronize()
             stream.reset()

@@ -397,6 +397,14 @@ def fail_in_backward(model: Stack, delayed: DelayedWgrad) -> None:
         handle.remove()
 
 
+def fail_in_a_backward_and_go_on(model: Stack, delayed: DelayedWgrad) -> None:
+    with suppress(OddError):
+        fail_in_backward(model, delayed)
+    with pytest.raises(RuntimeError, match="failed inside delayed_wgrad, and the loop goes on"):
+        token_loss(model, own_tokens(2))
+    raise OddError
+
+
 def fail_in_flush(model: Stack, delayed: DelayedWgrad) -> None:
     token_loss(model, own_tokens(1)).backward()
     wgrad = manage_wgrad(model)
@@ -428,6 +436,7 @@ FAILURES = (
     fail_between,
     fail_in_forward,
     fail_in_backward,
+    fail_in_a_backward_and_go_on,
     fail_in_flush,
     fail_after_one_of_two_flushes,
     fail_after_a_flush_and_an_evaluation,
