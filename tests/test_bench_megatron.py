@@ -35,6 +35,7 @@ def test_it_measures_megatrons_schedules_and_ours(tmp_path: Path) -> None:
         "compute alone",
         "megatron standard",
         "megatron combined",
+        "ours plain",
         "ours plain, delayed",
         "ours paired",
         "ours paired, delayed",
@@ -45,6 +46,24 @@ def test_it_measures_megatrons_schedules_and_ours(tmp_path: Path) -> None:
     assert standard["step_time_s"] > result["compute_s"] + 0.5 * result["link_s"]
     assert result["best_of_megatron"].startswith("megatron")
     assert "emulated: 8 ranks" in " ".join(done.stdout.split())
+
+
+def test_sharded_it_measures_megatrons_fsdp_and_ours(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    links = "a2a=1GBps,dp=1GBps,latency=1ms"
+    sharded = "--data-parallel-sharding-strategy optim_grads_params"
+    done = run(f"--against megatron {SMALL} {sharded} --emulate {links} --json {out}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["strategy"] == "optim_grads_params"
+    variants = result["variants"]
+    gathers = {name: variant["num_gathers"] for name, variant in variants.items()}
+    # FSDP v1 gathers a layer for each forward and each backward of a microbatch, but for those that
+    # are there still: 2 layers x 2 microbatches. Ours are gathered once.
+    assert gathers["megatron standard"] > 6
+    assert gathers["megatron combined"] > 6
+    assert {gathers[name] for name in gathers if name.startswith("ours")} == {3}, "layers and root"
+    assert {variant["hidden_share"] for variant in variants.values()} == {None}
 
 
 @pytest.mark.parametrize(

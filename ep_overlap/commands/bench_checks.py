@@ -77,6 +77,8 @@ _MEGATRON_READS: Final = (
     "device",
     "rounds",
     "moe_router_force_load_balancing",
+    "data_parallel_sharding_strategy",
+    "max_unsharded_units",
 )
 """What it reads, all in all."""
 

@@ -11,6 +11,9 @@ cost::
 
     hidden = 1 - (step - compute alone) / (time that the links take)
 
+With ``--data-parallel-sharding-strategy`` megatron-core's models are in its FSDP v1 and ours in
+``fully_shard``; gathers and reductions are then in the difference, too, and no share is told.
+
 With ``--emulate none`` it is ``--nproc`` real ranks; compute alone is then the standard step less
 the time that NCCL's exchange kernels take in it, waiting for other ranks with it.
 
@@ -33,14 +36,15 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_overlap.commands.arguments import BenchArguments, TransformerImpl
+from ep_overlap.commands.bench_megatron_models import ModelMaker, fsdp_environment
 from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.measured_world import MeasuredWorld, measured_world
 from ep_overlap.commands.results import write_json
 from ep_overlap.commands.running import own_command, quiet_import, running
 from ep_overlap.commands.world import choose_device
+from ep_overlap.plan.lower import Strategy
 from ep_overlap.processes.launch import launch
 from ep_overlap.report.steps_picture import draw
-from fsdp_hooks.collectives import new_torch_group
 
 NUM_WARMUP_ROUNDS: Final = 1
 COMPUTE: Final = "compute alone"
@@ -104,7 +108,11 @@ def run(args: BenchArguments) -> int:
     if args.emulates_nothing and "RANK" not in os.environ:
         choose_device(args.device)
         return launch(own_command(), nproc=args.nproc)
-    with measured_world(args) as world, environment(world.device):
+    with (
+        measured_world(args) as world,
+        fsdp_environment(args, world.device),
+        environment(world.device),
+    ):
         with running():
             result = measure(args, world)
         if world.rank == 0:
@@ -150,8 +158,6 @@ class _Bench:
     """All variants."""
 
     def __init__(self, args: BenchArguments, world: MeasuredWorld) -> None:
-        from ep_overlap.models.groups import new_expert_groups
-
         self._args = args
         self._world = world
         self._device = world.device
@@ -163,10 +169,7 @@ class _Bench:
             rank=world.rank,
             num_ranks=world.size,
         )
-        self._groups = new_expert_groups(world.size)
-        self._alone = new_torch_group([world.rank], "one_rank")
-        self._first_model: Any = None
-        """The others are built like it."""
+        self._models = ModelMaker(args, world)
         uses_te = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
         self.variants = [
             _Variant(kind=kind, step=self._step_of(kind))
@@ -216,13 +219,13 @@ class _Bench:
         from ep_overlap.models.megatron import ForwardBackward
 
         args = self._args
-        model = self._model(kind)
-        for parameter in model.parameters():  # no step makes them, and none is to be charged
-            parameter.grad = torch.zeros_like(parameter)
+        made = self._models.make(
+            is_ours=kind.order is not None, overlap=kind.overlap, delay=kind.delay
+        )
         function: Callable[..., Any] = (
             forward_backward_no_pipelining
             if kind.order is None
-            else ForwardBackward(order=kind.order)
+            else ForwardBackward(order=kind.order, max_unsharded_units=args.max_unsharded_units)
         )
         forward_step = _ForwardStep(args.seq_length, self._device)
 
@@ -230,54 +233,15 @@ class _Bench:
             function(
                 forward_step_func=forward_step,
                 data_iterator=iter(batches),
-                model=model,
+                model=made.whole,
                 num_microbatches=len(batches),
                 seq_length=args.seq_length,
                 micro_batch_size=args.micro_batch_size,
-                pg_collection=model.pg_collection,
+                pg_collection=made.pg_collection,
             )
-            model.zero_grad(set_to_none=False)
+            made.clear_gradients()
 
         return step
-
-    def _model(self, kind: _Kind) -> Any:
-        from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
-
-        args = self._args
-        is_fused = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
-        sizes = MegatronSizes(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            num_heads=args.num_attention_heads,
-            ffn_hidden_size=args.moe_ffn_hidden_size,
-            num_experts=args.num_experts,
-            topk=args.moe_router_topk,
-            seq_length=args.seq_length,
-            vocab_size=args.vocab_size,
-            moe_layer_freq=args.moe_layer_freq,
-            force_load_balancing=args.moe_router_force_load_balancing,
-            transformer_impl=args.transformer_impl.value,
-            dtype=torch.bfloat16,
-            settings={
-                "num_query_groups": args.num_query_groups or args.num_attention_heads,
-                "kv_channels": args.kv_channels or args.hidden_size // args.num_attention_heads,
-                "moe_permute_fusion": is_fused,
-                "apply_rope_fusion": is_fused,
-                "bias_activation_fusion": is_fused,
-                "overlap_moe_expert_parallel_comm": kind.overlap,
-                "delay_wgrad_compute": kind.delay,
-            },
-        )
-        model = build_gpt(
-            sizes,
-            self._groups,
-            seed=args.seed,
-            device=self._device,
-            alone=self._alone,
-            like=self._first_model,
-        )
-        self._first_model = self._first_model or model
-        return model
 
     def result(self) -> dict[str, Any]:
         """What was found, as JSON has it. Collective."""
@@ -299,11 +263,13 @@ class _Bench:
         for variant in self.variants:
             name, step_time_s = variant.kind.name, median(times[variant.kind.name])
             pairs = zip(times[name], times[best], strict=True)
+            num_gathers = self._world.num_gathers(lambda v=variant: v.step(batches))
             variants[name] = {
+                "num_gathers": num_gathers,
                 "step_time_s": step_time_s,
                 "of_best": median(ours / theirs for ours, theirs in pairs),
                 "hidden_share": 1 - (step_time_s - compute_s) / link_s
-                if variant.kind.has_links and link_s
+                if variant.kind.has_links and link_s and not self._models.is_sharded
                 else None,
                 "host_s": median(sample.host_s for sample in variant.samples),
                 "peak_bytes": max(sample.peak_bytes for sample in variant.samples),
@@ -319,6 +285,7 @@ class _Bench:
             "micro_batch_size": args.micro_batch_size,
             "seq_length": args.seq_length,
             "transformer_impl": str(args.transformer_impl),
+            "strategy": str(args.data_parallel_sharding_strategy),
             "routing": "balanced" if args.moe_router_force_load_balancing else "as the router says",
             "rounds": args.rounds,
             "link_s": link_s,
@@ -344,9 +311,16 @@ class _ForwardStep:
         self, data: Iterator[Microbatch], model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         tokens, labels = next(data)
-        call = model.build_schedule_plan if return_schedule_plan else model
+        # A wrapper has no such method, and does not mind being passed by.
+        call = _innermost(model).build_schedule_plan if return_schedule_plan else model
         positions = self._positions.expand(len(tokens), -1)
         return call(tokens, positions, self._mask[None, None], labels=labels), _mean_loss
+
+
+def _innermost(model: Any) -> Any:
+    while (inner := model._modules.get("module")) is not None:
+        model = inner
+    return model
 
 
 def _mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -359,14 +333,17 @@ def table(result: Mapping[str, Any]) -> Table:
     shown = Table(
         title=f"GPTModel, {result['num_layers']} layers ({result['transformer_impl']}), "
         f"{result['num_microbatches']} microbatches of {result['micro_batch_size']} x "
-        f"{result['seq_length']} tokens, routing {result['routing']}; {result['device']}, "
+        f"{result['seq_length']} tokens, routing {result['routing']}, {result['strategy']}; "
+        f"{result['device']}, "
         f"{result['world']}; median of {result['rounds']} rounds",
         caption=f"exchanges take {_ms(result['link_s'])}; best of "
         f"megatron: {result['best_of_megatron']}, compared round by round; host: until all was "
         "issued; peak: over models and gradients",
     )
     shown.add_column("step", no_wrap=True)
-    for column in ("ms", "of best of\nmegatron", "a2a\nhidden", "host\nms", "peak\nGiB"):
+    is_sharded = result["strategy"] != Strategy.NO_SHARD
+    fourth = "gathers" if is_sharded else "a2a\nhidden"
+    for column in ("ms", "of best of\nmegatron", fourth, "host\nms", "peak\nGiB"):
         shown.add_column(column, justify="right", no_wrap=True)
     for name, variant in result["variants"].items():
         share = variant["hidden_share"]
@@ -374,11 +351,19 @@ def table(result: Mapping[str, Any]) -> Table:
             name,
             f"{variant['step_time_s'] * 1e3:.0f}",
             f"{variant['of_best']:.3f}x",
-            "" if share is None else f"{share:.0%}",
+            _gathers(variant["num_gathers"]) if is_sharded else _percent(share),
             f"{variant['host_s'] * 1e3:.0f}",
             f"{variant['peak_bytes'] / _GIB:.1f}" if result["counts_memory"] else "-",
         )
     return shown
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _gathers(number: int | None) -> str:
+    return "-" if number is None else str(number)
 
 
 def _ms(seconds: float | None) -> str:

@@ -19,7 +19,8 @@ from ep_overlap.commands.world import World, choose_device, open_world
 from ep_overlap.links.emulated import register_emulated_backend
 from ep_overlap.links.emulated_speed import EmulatedLinks, parse_emulated_links
 from ep_overlap.links.emulation import Emulation
-from ep_overlap.links.times import CollectiveKind
+from ep_overlap.links.times import CollectiveKind, CollectiveSpan
+from ep_overlap.models.groups import COUNTS_GROUP
 
 Step = Callable[[], None]
 
@@ -45,6 +46,10 @@ class MeasuredWorld(Protocol):
 
     def link_s(self, standard_step: Step) -> float | None:
         """What the exchanges of a step without overlap take; None: nobody can tell. Collective."""
+        ...
+
+    def num_gathers(self, step: Step) -> int | None:
+        """Of weights, in a step; None: nobody counts them. Collective."""
         ...
 
     def slowest(self, seconds: float) -> float:
@@ -87,14 +92,23 @@ class EmulatedWorld:
 
     def link_s(self, standard_step: Step) -> float | None:
         """Latency, and bytes over rate; local copies apart."""
-        self._emulation.timed = True
-        self._emulation.clear()
-        standard_step()
-        spans = self._emulation.spans()
-        self._emulation.timed = False
+        spans = self._spans(standard_step)
         exchanges = [span for span in spans if span.kind is CollectiveKind.A2A]
         rate = self._links.a2a_bytes_per_s
         return sum(self._links.latency_s + span.wire_bytes / rate for span in exchanges)
+
+    def num_gathers(self, step: Step) -> int:
+        """The dispatchers', of token counts, are not among them."""
+        gathers = (span for span in self._spans(step) if span.kind is CollectiveKind.AG)
+        return sum(span.group != COUNTS_GROUP for span in gathers)
+
+    def _spans(self, step: Step) -> list[CollectiveSpan]:
+        self._emulation.timed = True
+        self._emulation.clear()
+        step()
+        spans = self._emulation.spans()
+        self._emulation.timed = False
+        return spans
 
     def slowest(self, seconds: float) -> float:
         """There is one."""
@@ -143,6 +157,9 @@ class RealWorld:
         ]
         (mean_us,) = self._world.mean([sum(exchanges_us)])
         return mean_us / 1e6 or None
+
+    def num_gathers(self, step: Step) -> None:
+        """Nobody counts them."""
 
     def slowest(self, seconds: float) -> float:
         """Of all ranks. Collective."""

@@ -59,6 +59,10 @@ class ExpertGroups:
         return self.exchange.rank()
 
 
+COUNTS_GROUP: Final = "ep_counts"
+"""The name of ``ExpertGroups.counts``, by which a measurement knows it."""
+
+
 class NewGroup(Protocol):
     """Makes a process group: ``torch.distributed.new_group`` or a stand-in for it.
 
@@ -111,7 +115,7 @@ def new_expert_groups(
     for first in range(0, world_size, expert_parallel_size):
         ranks = list(range(first, first + expert_parallel_size))
         exchange = new_group(ranks, group_desc="ep_exchange")
-        counts = new_group(ranks, group_desc="ep_counts")
+        counts = new_group(ranks, group_desc=COUNTS_GROUP)
         if isinstance(exchange, ProcessGroup) and isinstance(counts, ProcessGroup):
             mine = ExpertGroups(exchange=exchange, counts=counts)
     assert mine is not None, f"new_group gave rank {rank} of {world_size} no group of its own"
