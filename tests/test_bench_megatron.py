@@ -4,8 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ep_overlap.commands.arguments import BenchArguments, parse
+from ep_overlap.commands.bench_megatron import environment
+from ep_overlap.commands.bench_megatron_models import ModelMaker
+from ep_overlap.commands.measured_world import measured_world
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --num-experts 8 "
@@ -66,12 +72,29 @@ def test_sharded_it_measures_megatrons_fsdp_and_ours(tmp_path: Path) -> None:
     assert {variant["hidden_share"] for variant in variants.values()} == {None}
 
 
+@pytest.mark.parametrize("spread", [None, -0.75])
+def test_skewed_routing_is_megatrons_own_and_the_same_for_both_sides(spread: float | None) -> None:
+    flags = [*f"bench --against megatron {SMALL}".split()]
+    if spread is not None:
+        flags += ["--moe-router-force-biased", str(spread)]
+    _, args = parse(flags)
+    assert isinstance(args, BenchArguments)
+    with measured_world(args) as world, environment(world.device):
+        maker = ModelMaker(args, world)
+        for is_ours in (False, True):
+            whole: Any = maker.make(is_ours=is_ours, overlap=True, delay=False).whole
+            config = whole.config
+            assert config.moe_router_force_biased == spread
+            assert config.moe_router_force_load_balancing == (spread is None)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--num-experts 6", "--num-experts 6 is not divisible by --emulate-world 4"),
         ("--emulate a2a=fast", "--emulate"),
         ("--num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 8"),
+        ("--moe-router-force-biased nan", "--moe-router-force-biased nan: expected a number"),
         ("--vocab-size 10", "--vocab-size 10: expected 256 or more: the text is bytes"),
         ("--emulate-world 1", "--emulate-world 1 with --against megatron"),
         ("--plot steps.pdf", "--plot steps.pdf: expected a name that ends in .png or .svg"),

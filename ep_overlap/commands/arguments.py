@@ -299,6 +299,12 @@ class BenchArguments(
         None, "width of a head; --against megatron (default: the residual's over the heads)"
     )
     vocab_size: int = _flag(256, "of --against megatron, whose text is bytes")
+    moe_router_force_biased: float | None = _flag(
+        None,
+        "skew the routing of --against megatron: the spread of random favours of the experts; "
+        "-0.75 gives an eighth of them half of the tokens (megatron-core's setting)",
+        metavar="STD",
+    )
     wgrad_fusion: bool = _flag(
         False, "measure fused against separate weight gradients instead: a dense model, one rank"
     )

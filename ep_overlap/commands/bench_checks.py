@@ -3,6 +3,7 @@
 ``argument_checks.py`` asks; what other commands have too is checked there.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Final
@@ -58,6 +59,7 @@ _MEGATRON_SETTINGS: Final = (
     "num_query_groups",
     "kv_channels",
     "vocab_size",
+    "moe_router_force_biased",
 )
 """What of ``bench`` only ``--against megatron`` reads."""
 _MEGATRON_READS: Final = (
@@ -207,6 +209,8 @@ def _bad_emulation(args: BenchArguments, environ: Mapping[str, str]) -> Iterator
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
     if args.vocab_size < NUM_BYTES:
         yield f"--vocab-size {args.vocab_size}: expected {NUM_BYTES} or more: the text is bytes"
+    if (spread := args.moe_router_force_biased) is not None and not math.isfinite(spread):
+        yield f"--moe-router-force-biased {spread}: expected a number, such as -0.75"
     if size == 1:
         yield f"{flag} 1 with --against megatron: its overlap needs expert parallelism, 2 or more"
     if args.emulates_nothing:

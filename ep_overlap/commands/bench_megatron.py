@@ -286,7 +286,7 @@ class _Bench:
             "seq_length": args.seq_length,
             "transformer_impl": str(args.transformer_impl),
             "strategy": str(args.data_parallel_sharding_strategy),
-            "routing": "balanced" if args.moe_router_force_load_balancing else "as the router says",
+            "routing": _routing(args),
             "rounds": args.rounds,
             "link_s": link_s,
             "compute_s": compute_s,
@@ -356,6 +356,12 @@ def table(result: Mapping[str, Any]) -> Table:
             f"{variant['peak_bytes'] / _GIB:.1f}" if result["counts_memory"] else "-",
         )
     return shown
+
+
+def _routing(args: BenchArguments) -> str:
+    if args.moe_router_force_biased is not None:
+        return f"skewed by {args.moe_router_force_biased:g}"
+    return "balanced" if args.moe_router_force_load_balancing else "as the router says"
 
 
 def _percent(share: float | None) -> str:

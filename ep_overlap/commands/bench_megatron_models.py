@@ -104,7 +104,9 @@ class ModelMaker:
             seq_length=args.seq_length,
             vocab_size=args.vocab_size,
             moe_layer_freq=args.moe_layer_freq,
-            force_load_balancing=args.moe_router_force_load_balancing,
+            force_load_balancing=(
+                args.moe_router_force_load_balancing and args.moe_router_force_biased is None
+            ),
             transformer_impl=args.transformer_impl.value,
             dtype=torch.bfloat16,
             settings={
@@ -115,6 +117,7 @@ class ModelMaker:
                 "bias_activation_fusion": is_fused,
                 "overlap_moe_expert_parallel_comm": overlap,
                 "delay_wgrad_compute": delay,
+                "moe_router_force_biased": args.moe_router_force_biased,
             },
         )
         model = build_gpt(
