@@ -55,7 +55,7 @@ from fsdp_hooks.streams import (
     new_stream,
 )
 from fsdp_hooks.wgrad import Wgrad
-from fsdp_hooks.wgrad_layers import manage_wgrad
+from fsdp_hooks.wgrad_layers import check_sink, manage_wgrad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,7 @@ class OverlapSchedule:
                 self._again.update(again)
             else:
                 self._nodes.update(wire(slot, model))
+        check_sink(model.module, self._lifecycle.grad_sink)
         self._wgrad: Wgrad | None = None
         self._wgrads: dict[NodeKey, WgradRun] = {}
         if self.plan.delayed:

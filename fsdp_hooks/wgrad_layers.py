@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_hooks.lifecycle import RootLifecycle, ShardedModule, lifecycle_of
-from fsdp_hooks.wgrad import GradSink, ManagedLayer, Wgrad, WgradQueue, managed_linear
+from fsdp_hooks.wgrad import AutogradSink, GradSink, ManagedLayer, Wgrad, WgradQueue, managed_linear
 
 LayerTypes = Mapping[type[nn.Module], type[ManagedLayer]]
 """For a kind of layer, the class that takes the place of its own methods."""
@@ -96,8 +96,8 @@ def manage_wgrad(
 
     Raises:
         ValueError: ``module`` has no such layer; another module around or within it is managed, or
-            sharded, by itself; ``fuse`` differs from what it was; it has a layer of Transformer
-            Engine's that ``wgrad_transformer_engine.refuse_unfit`` names.
+            sharded, by itself; ``fuse`` differs from what it was; ``check_sink``'s reason; it has a
+            layer of Transformer Engine's that ``wgrad_transformer_engine.refuse_unfit`` names.
     """
     if not isinstance(module, ShardedModule):
         _refuse_sharded_parts(module)
@@ -118,6 +118,8 @@ def manage_wgrad(
             f"manage_wgrad(fuse={fuse}), but the model is managed with fuse={wgrad.is_fused}; "
             "leave fuse out, or build the model anew"
         )
+    elif sink is not None:
+        check_sink(module, sink)
     types = {**_OWN_TYPES, **_transformer_engine_types(module, wgrad), **layer_types}
     for candidate in module.modules():
         if not isinstance(candidate, ManagedLayer):
@@ -132,6 +134,25 @@ def manage_wgrad(
     for layer in layers:
         layer.wgrad = wgrad
     return wgrad
+
+
+def check_sink(module: nn.Module, sink: GradSink) -> None:
+    """That gradients of managed layers reach the sharding core; its sink may be wrapped.
+
+    Raises:
+        ValueError: they go to ``.grad``, where the core would not find them.
+    """
+    if isinstance(sink, AutogradSink):
+        return
+    for layer in module.modules():
+        if not isinstance(layer, ManagedLayer) or layer.wgrad is None:
+            continue
+        if isinstance(layer.wgrad.sink, AutogradSink):
+            raise ValueError(
+                f"{type(module).__name__} is managed already, and its weight gradients go to "
+                ".grad, which its sharding core does not read; expected "
+                "manage_wgrad(..., sink=core.grad_sink) from the first call on"
+            )
 
 
 def _swap_class(layer: nn.Module, types: LayerTypes) -> None:

@@ -12,10 +12,12 @@ from schedule_support import (
     unequal,
 )
 from torch import Tensor, nn
+from wgrad_support import CountingSink, MainGradSink
 
 from ep_overlap.config import OverlapConfig
 from ep_overlap.models.reference import MoETransformer
 from ep_overlap.schedule import OverlapSchedule
+from fsdp_hooks.lifecycle import NoSharding
 from fsdp_hooks.wgrad import ManagedLayer
 from fsdp_hooks.wgrad_layers import delayed_wgrad, manage_wgrad
 
@@ -91,3 +93,20 @@ def test_w_nodes_without_a_manageable_layer_of_theirs_make_nothing_and_the_rest_
     assert sum(isinstance(part, ManagedLayer) for part in model.modules()) == 1
     assert all(map(torch.equal, losses, expected))
     assert unequal(gradients(model), gradients(twin)) == []
+
+
+def test_gradients_that_the_sharding_core_would_not_find_are_refused_when_built() -> None:
+    model = reference(CASE)
+    core = NoSharding(model)
+    core.grad_sink = MainGradSink(model)
+    manage_wgrad(model, fuse=True)  # of an unsharded model: into .grad
+    with pytest.raises(ValueError, match="which its sharding core does not read"):
+        manage_wgrad(model, sink=core.grad_sink)
+    for delay in (False, True):
+        with pytest.raises(ValueError, match="which its sharding core does not read"):
+            OverlapSchedule(
+                model, OverlapConfig(num_microbatches=2, delay_wgrad=delay), lifecycle=core
+            )
+    model = reference(CASE)
+    manage_wgrad(model, sink=CountingSink(core.grad_sink))  # the core's, counted
+    OverlapSchedule(model, OverlapConfig(num_microbatches=2, delay_wgrad=True), lifecycle=core)
