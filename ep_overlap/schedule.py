@@ -260,8 +260,11 @@ class OverlapSchedule:
             # The caller reads losses and gradients; on CPU this also brings up any failure.
             for stream in self._streams.values():
                 self._caller.wait_stream(stream)
-            program.drop_rest()
             self._lifecycle.end()
+            for stream in self._streams.values():
+                # Protects what nodes of one lane read of another's, which is dropped now.
+                self._caller.hold(stream)
+            program.drop_rest()
         except BaseException as error:
             try:
                 self._drop()

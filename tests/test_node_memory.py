@@ -131,13 +131,22 @@ def test_where_work_runs_after_its_launch_a_value_waits_for_drop_read() -> None:
     assert torch.equal(pair.backward(), expected(saves_nothing, LARGE))
 
 
-def test_drop_read_after_the_backward_finds_nothing() -> None:
-    pair = Pair(saves_nothing, LARGE)
+@pytest.mark.parametrize("drop_read_first", [False, True])
+def test_what_nobody_has_waited_for_when_the_backward_comes_lives_until_drop_used(
+    drop_read_first: bool,
+) -> None:
+    """An order of one's own may have the backward before the lane that made the value waits."""
+    pair = Pair(saves_it, LARGE)
     pair.taker.keeps_used = True
     pair.forward()
+    if drop_read_first:
+        pair.taker.drop_read()
     grad = pair.backward()
+    assert pair.is_held is not drop_read_first
     pair.taker.drop_read()
-    assert torch.equal(grad, expected(saves_nothing, LARGE))
+    assert pair.is_held is not drop_read_first
+    pair.taker.drop_used()
+    assert torch.equal(grad, expected(saves_it, LARGE))
     assert not pair.is_held
 
 

@@ -235,6 +235,7 @@ class NodeRun:
         "_keeps_graph",
         "_outlets",
         "_read",
+        "_reads",
         "_state",
         "_used",
         "borrowed",
@@ -262,6 +263,8 @@ class NodeRun:
         self._state = NodeState.IDLE
         self._read: Sequence[object] = ()
         self._used: Sequence[object] = ()
+        self._reads = False
+        """Where ``keeps_used``: whether ``drop_read`` is yet to come for the last forward."""
         self.keeps_used = False
         """Whether what the node read of other lanes lives until ``drop_read`` and ``drop_used``
         (see ``plan/lifetimes.py``): where work runs after it was launched."""
@@ -291,7 +294,9 @@ class NodeRun:
         if self._keeps_graph and torch.is_grad_enabled():
             sent = self._function(*[inlet.receive() for inlet in self._inlets])
             self._state = NodeState.FORWARD_DONE
-            if not self.keeps_used:
+            if self.keeps_used:
+                self._reads = True
+            else:
                 for inlet in self._inlets:
                     inlet.let_go()
         else:
@@ -318,9 +323,10 @@ class NodeRun:
         for outlet in self._outlets:
             outlet.roots(roots, grads)
         if self.keeps_used:
-            self._used = grads
-            held = (tensor for inlet in self._inlets for tensor in inlet.held if tensor is not None)
+            held = [tensor for inlet in self._inlets for tensor in inlet.held if tensor is not None]
             self.borrowed = frozenset(map(storage_id, (*grads, *held)))
+            # Nobody has waited for the forward yet: what it read lives as long as what this reads.
+            self._used = (*grads, *held) if self._reads else grads
         if roots:
             _run_backward(roots, grads)
         self._state = NodeState.IDLE
@@ -330,6 +336,7 @@ class NodeRun:
     def drop_read(self) -> None:
         """Let go of what the forward read: the lane that made it now waits for this node."""
         self._read = ()
+        self._reads = False
         for inlet in self._inlets:
             inlet.let_go()
 
@@ -342,6 +349,7 @@ class NodeRun:
         for outlet in self._outlets:
             outlet.clear()
         self._read = self._used = ()
+        self._reads = False
         self._state = NodeState.IDLE
 
     def _out_of_order(self, call: str, expected: NodeState) -> RuntimeError:

@@ -84,7 +84,7 @@ class Program:
                 drop()
 
     def drop_rest(self) -> None:
-        """When the caller's stream has waited for all: let go of what no lane has waited for."""
+        """When every lane has been told to wait for all: let go of what none had waited for."""
         for drop in self._last_drops:
             drop()
 
