@@ -39,6 +39,7 @@ from ep_overlap.run.slot import LossFn, MicrobatchSlot
 from ep_overlap.run.trace import HiddenShare, Meter, StepTrace
 from ep_overlap.run.wgrad import WgradRun
 from ep_overlap.run.wiring import NodeKey, wire, wire_wgrad
+from fsdp_hooks.caller_stream import CallerStream
 from fsdp_hooks.lifecycle import (
     Driver,
     RootLifecycle,
@@ -46,14 +47,7 @@ from fsdp_hooks.lifecycle import (
     UnitLifecycle,
     lifecycle_of,
 )
-from fsdp_hooks.streams import (
-    CallerStream,
-    Stream,
-    StreamKind,
-    StreamObserver,
-    default_kind,
-    new_stream,
-)
+from fsdp_hooks.streams import Stream, StreamKind, StreamObserver, default_kind, new_stream
 from fsdp_hooks.wgrad import Wgrad
 from fsdp_hooks.wgrad_layers import check_sink, manage_wgrad
 

@@ -17,11 +17,12 @@ from typing import final
 
 import torch
 
+from fsdp_hooks.caller_stream import CallerStream
 from fsdp_hooks.collectives import Communicator, GroupCommunicator, NewGroup, new_torch_group
 from fsdp_hooks.counters import Counters
 from fsdp_hooks.lifecycle import Driver
 from fsdp_hooks.mesh import GroupMesh
-from fsdp_hooks.streams import CallerStream, StreamKind, default_kind, new_stream
+from fsdp_hooks.streams import StreamKind, default_kind, new_stream
 
 
 @dataclass(frozen=True, kw_only=True)

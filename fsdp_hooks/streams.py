@@ -228,7 +228,7 @@ class ThreadStream:
         self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
     ) -> Completion:
         """Issue work behind what was issued before and behind ``after``."""
-        completion = Completion(word, self.lane) if record else _UNRECORDED
+        completion = Completion(word, self.lane) if record else UNRECORDED
         if (observer := self._shared.observer) is not None:
             observer.on_issue(self.lane, word)
         state = ThreadState.capture()
@@ -242,13 +242,13 @@ class ThreadStream:
 
     def follow(self, event: Event) -> None:
         """Let what is issued from now on run behind ``event``."""
-        self.run(_nothing, word=f"wait for {event.word}", after=(event,), record=False)
+        self.run(nothing, word=f"wait for {event.word}", after=(event,), record=False)
 
     def synchronize(self) -> BaseException | None:
         """Block the host until the queue is empty. Returns the failure, if any."""
         drained = Completion("synchronize")
         # ``block``, not ``wait``: behind a failure this item is skipped, and opens all the same.
-        self._shared.queue.put(_Item(_nothing, "synchronize", (), drained, self._state))
+        self._shared.queue.put(_Item(nothing, "synchronize", (), drained, self._state))
         drained.block()
         return self._shared.failure
 
@@ -261,11 +261,12 @@ class ThreadStream:
         self._shared.observer = observer
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Work that does nothing: what is asked for are its waits."""
 
 
-_UNRECORDED: Final = completed("unrecorded work")
+UNRECORDED: Final = completed("unrecorded work")
+"""The event of work that nobody waits for, or that was done when it was issued."""
 
 
 _LAST_WORK_S: Final = 5.0
@@ -351,7 +352,7 @@ class InlineStream:
     ) -> Event:
         """Issue work behind what was issued before and behind ``after``."""
         for event in after:
-            if event is not _UNRECORDED:  # work of an inline stream is done
+            if event is not UNRECORDED:  # work of an inline stream is done
                 event.wait()
         observer = self._observer
         if observer is not None:
@@ -364,11 +365,11 @@ class InlineStream:
             raise
         if observer is not None:
             observer.on_span(Span(self.lane, word, start_ns, start_ns, perf_counter_ns()))
-        return _UNRECORDED
+        return UNRECORDED
 
     def follow(self, event: Event) -> None:
         """Let what is issued from now on run behind ``event``."""
-        self.run(_nothing, word=f"wait for {event.word}", after=(event,), record=False)
+        self.run(nothing, word=f"wait for {event.word}", after=(event,), record=False)
 
     def synchronize(self) -> BaseException | None:
         """Block the host until the queue is empty. Returns the failure, if any."""
@@ -422,7 +423,7 @@ class CudaStream:
                 _blame(error, word)
                 raise
         if not record:
-            return _UNRECORDED
+            return UNRECORDED
         return CudaEvent(word, self.lane, self.cuda.record_event())
 
     def follow(self, event: Event) -> None:
@@ -440,64 +441,6 @@ class CudaStream:
 
     def reset(self) -> None:
         """Forget a failure."""
-
-    def observe(self, observer: StreamObserver | None) -> None:
-        """Tell ``observer`` of all that follows; None: nobody."""
-        self._observer = observer
-
-
-@final
-class CallerStream:
-    """The calling thread as a compute stream: the standard path, where no schedule drives.
-
-    On CPU what the caller has issued is done, so its events are complete and its waits block. On
-    CUDA it is whatever stream is current.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.lane = "comp"
-        self._on_cuda = device.type == "cuda"
-        self._device = device
-        self._observer: StreamObserver | None = None
-
-    def record(self, word: str) -> Event:
-        """An event behind all that the caller has issued so far."""
-        if not self._on_cuda:
-            return _UNRECORDED
-        return CudaEvent(word, self.lane, torch.cuda.current_stream(self._device).record_event())
-
-    def wait(self, event: Event, *, word: str) -> None:
-        """Let what the caller issues next wait for ``event``.
-
-        Raises:
-            BaseException: on CPU, what the awaited work raised.
-        """
-        if isinstance(event, CudaEvent):
-            torch.cuda.current_stream(self._device).wait_event(event.cuda)
-            return
-        wait_ns = perf_counter_ns()
-        blocks = isinstance(event, Completion) and not event.is_open()
-        event.wait()
-        if self._observer is not None:
-            now_ns = perf_counter_ns()
-            span = Span(self.lane, word, wait_ns, now_ns, now_ns)
-            if blocks:
-                span = span._replace(blocked_on=event.word, blocked_by_lane=event.lane)
-            self._observer.on_span(span)
-
-    def hold(self, stream: Stream) -> None:
-        """Let what ``stream`` is given next wait for all that the caller has issued."""
-        if self._on_cuda:
-            stream.follow(self.record("caller"))
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Let what the caller issues next wait for all that ``stream`` has been given.
-
-        Raises:
-            BaseException: on CPU, the failure that stopped the stream.
-        """
-        end = stream.run(_nothing, word=f"end of {stream.lane}")
-        self.wait(end, word=f"wait for {stream.lane}")
 
     def observe(self, observer: StreamObserver | None) -> None:
         """Tell ``observer`` of all that follows; None: nobody."""

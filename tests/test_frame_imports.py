@@ -31,7 +31,7 @@ downward only. A new part needs a line here."""
 
 PARTS["cli"] = {*PARTS}
 
-SHARDING_SEEN_BELOW_MODELS = {"lifecycle", "streams", "wgrad", "wgrad_layers"}
+SHARDING_SEEN_BELOW_MODELS = {"caller_stream", "lifecycle", "streams", "wgrad", "wgrad_layers"}
 """Files of fsdp_hooks that run and schedule may import; plan may import none."""
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp_hooks.caller_stream import CallerStream
 from fsdp_hooks.streams import (
-    CallerStream,
     Event,
     InlineStream,
     Span,

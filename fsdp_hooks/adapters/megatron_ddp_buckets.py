@@ -11,16 +11,10 @@ from typing import Final, final
 
 import torch
 
+from fsdp_hooks.caller_stream import CallerStream
 from fsdp_hooks.counters import Counters
 from fsdp_hooks.lifecycle import NOTHING_DONE, ShardingStats, UnitState
-from fsdp_hooks.streams import (
-    CallerStream,
-    Event,
-    StreamKind,
-    StreamObserver,
-    default_kind,
-    new_stream,
-)
+from fsdp_hooks.streams import Event, StreamKind, StreamObserver, default_kind, new_stream
 
 INSTALL_HINT: Final = "this adapter needs megatron-core 0.19: pip install 'megatron-core<0.20'"
 

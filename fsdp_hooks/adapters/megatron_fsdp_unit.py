@@ -23,16 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_hooks.adapters.megatron_ddp_buckets import INSTALL_HINT
+from fsdp_hooks.caller_stream import CallerStream
 from fsdp_hooks.counters import Counters
 from fsdp_hooks.lifecycle import NOTHING_DONE, UnitState
-from fsdp_hooks.streams import (
-    CallerStream,
-    Event,
-    StreamKind,
-    StreamObserver,
-    default_kind,
-    new_stream,
-)
+from fsdp_hooks.streams import Event, StreamKind, StreamObserver, default_kind, new_stream
 from fsdp_hooks.wgrad import Destination
 
 try:
