@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ep_overlap.commands.argument_checks import problems, remarks
+from ep_overlap.commands.argument_parser import parse
 from ep_overlap.commands.arguments import (
     Arguments,
     BenchArguments,
@@ -20,7 +21,6 @@ from ep_overlap.commands.arguments import (
     PlanArguments,
     TimelineArguments,
     TrainArguments,
-    parse,
 )
 from ep_overlap.processes.launch import LAUNCHED, end_with_launcher
 

@@ -237,10 +237,10 @@ THEIR_LIMITS: Final = (
         config={"recompute_modules": ["gdn_norm_out"], "recompute_granularity": "selective"},
     ),
     Row(
-        what="`HybridModel` of other layers: Mamba, other attention, experts without attention",
+        what="`HybridModel` of other layers: Mamba, gated delta net, sparse attention",
         theirs=NO_HYBRID,
-        remark="a layer of the schedule is attention and what follows it; change the pattern",
-        shown_by="test_megatron_hybrid.py::test_what_is_no_pair_is_refused_by_name",
+        remark="their kernels are on GPUs alone, and no test here runs them; change the pattern",
+        shown_by="test_megatron_hybrid.py::test_layers_of_other_kinds_are_refused_by_name",
     ),
     Row(
         what="CUDA graphs of attention or the router",
@@ -387,11 +387,14 @@ SUPPORTED: Final = (
         },
     ),
     Row(
-        what="`HybridModel` of pairs: attention with experts (`*E`) or with an MLP (`*-`)",
+        what="`HybridModel` of attention (`*`, `+`), experts (`E`) and MLPs (`-`), in any order",
         theirs=NO_HYBRID,
         supported=True,
         shown_by=PLAIN,
-        remark="a pair is a layer of the schedule; with `fully_shard`, its two modules are units",
+        remark=(
+            "attention and what is right behind it is a layer of the schedule, and so is what "
+            "stands alone; with `fully_shard`, the model's own layers are units"
+        ),
     ),
     Row(
         what="tensor parallel, with sequence parallel",

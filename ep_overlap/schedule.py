@@ -29,7 +29,7 @@ from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import unit_given, unit_read
-from ep_overlap.run.check_parts import check_parts
+from ep_overlap.run.check_parts import check_parts, check_replayed
 from ep_overlap.run.joined import GatherOrder, JoinedUnit
 from ep_overlap.run.layer import JoinedModules, ModelParts, modules_of
 from ep_overlap.run.node import NodeRun, forget_failed_backward
@@ -102,6 +102,13 @@ class OverlapSchedule:
             raise ValueError(
                 f"{self._kind.value} streams cannot run a model on {device.type}; leave "
                 "stream_kind out"
+            )
+        if model.replays_graphs:
+            check_replayed(
+                device_type=device.type,
+                strategy=self._lifecycle.strategy,
+                delays=config.delay_wgrad or config.dispatch_over_wgrad,
+                recomputes=config.recompute_granularity is not None,
             )
         self._streams: Mapping[Lane, Stream] = {
             lane: new_stream(self._kind, lane, device=device) for lane in (Lane.COMP, Lane.COMM)

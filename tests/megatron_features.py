@@ -134,8 +134,24 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
         "positions": "learned_absolute",
         "settings": {**recompute("core_attn", "layernorm", "mlp"), **DROPOUT},
     },
+    "hybrid, experts alone": {
+        "pattern": "E*EE",
+        "shared_expert_ffn_hidden_size": 12,
+        "settings": ROUTER_LOSSES,
+    },
+    "hybrid, all alone, MTP 1": {
+        "pattern": "-E**-E/-E",
+        "tied_embeddings": True,
+        "settings": recompute("core_attn", "layernorm", "mlp"),
+    },
+    "hybrid, latent attention": {"pattern": "+EE+-", "settings": LATENT},
+    "hybrid, biases": {
+        "pattern": "*-E",
+        "swiglu": False,
+        "settings": {"add_bias_linear": True, "add_qkv_bias": True, "qk_layernorm": True},
+    },
     "hybrid, tensor parallel": {
-        "pattern": "*-*E",
+        "pattern": "*-E*E",
         "tied_embeddings": True,
         "shared_expert_ffn_hidden_size": 12,
         "settings": {**TENSOR_PARALLEL, **ROUTER_LOSSES},

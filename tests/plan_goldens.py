@@ -34,6 +34,15 @@ def golden_plans() -> dict[str, Plan]:
             plans[f"{order}_sharded_{name}"] = build_plan(
                 shape=shape("mmmmm"), num_microbatches=3, order=order, sharding=zero3(budget)
             )
+    for order in OrderName:
+        plans[f"{order}_recomputed"] = build_plan(
+            shape=shape("mdm"),
+            num_microbatches=3,
+            order=order,
+            delay_wgrad=True,
+            recompute=True,
+            sharding=zero3(),
+        )
     plans["serial_sharded_delayed_wgrad"] = build_plan(
         shape=shape("mdm"),
         num_microbatches=2,

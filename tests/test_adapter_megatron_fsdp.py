@@ -34,8 +34,9 @@ from ep_overlap.models.megatron_wgrad import WGRAD_LAYERS
 from ep_overlap.plan.action import Node
 from ep_overlap.testing import RankPool, record
 from fsdp_hooks.adapters.megatron_fsdp import MegatronFsdp
-from fsdp_hooks.lifecycle import Driver
-from fsdp_hooks.streams import StreamKind
+from fsdp_hooks.adapters.megatron_fsdp_unit import MegatronFsdpUnit
+from fsdp_hooks.lifecycle import NOTHING_DONE, Driver
+from fsdp_hooks.streams import Event, StreamKind
 from fsdp_hooks.wgrad_layers import manage_wgrad
 
 pytestmark = [  # what megatron-core raises when it is built and when it steps
@@ -252,6 +253,52 @@ def lanes_of(own_gathers: bool) -> tuple[list[str], list[str]]:
 def test_a_process_group_is_one_lanes(ranks2: RankPool) -> None:
     assert ranks2.run(lanes_of, False) == [(["ag"], ["ag"])] * 2
     assert ranks2.run(lanes_of, True) == [(["ag"], ["rs"])] * 2
+
+
+def events_of_reductions(strategy: str, ddp: dict[str, Any]) -> list[tuple[str, bool, bool]]:
+    """Of each REDUCE: its word; whether it issued something; whether its event is that of the
+    reduction that the RS lane does last."""
+    case = Case(strategy=strategy, own_gathers=True, microbatches=2, order="serial", ddp=ddp)
+    found: list[tuple[str, bool, bool]] = []
+    last: Event = NOTHING_DONE
+    with one_world(1) as groups, pytest.MonkeyPatch.context() as patch:
+        model = trained(case, groups)
+        core = core_of(case, model)
+        run, reduce = core._lanes.rs.run, MegatronFsdpUnit.reduce
+
+        def noting_run(*args: Any, **kwargs: Any) -> Event:
+            nonlocal last
+            last = run(*args, **kwargs)
+            return last
+
+        def noting_reduce(unit: MegatronFsdpUnit, **kwargs: Any) -> Event:
+            before = last
+            event = reduce(unit, **kwargs)
+            found.append((kwargs["word"], last is not before, event is last))
+            return event
+
+        patch.setattr(core._lanes.rs, "run", noting_run)
+        patch.setattr(MegatronFsdpUnit, "reduce", noting_reduce)
+        schedule_of(case, model, core).step(model.batches(0, case.microbatches), mean_loss)
+    return found
+
+
+def test_a_reduction_that_waits_for_later_units_vouches_for_earlier_ones(
+    ranks2: RankPool,
+) -> None:
+    """What earlier ones read is dropped once a lane has waited for it, as the plan says."""
+    found, other = ranks2.run(events_of_reductions, SHARDS_GRADS, {})
+    assert found == other
+    # Buckets span units: experts' are complete with L0, all else's with the root.
+    assert (
+        found
+        == [
+            ("REDUCE.L1", False, True),
+            ("REDUCE.L0", True, True),
+            ("REDUCE.root", True, True),
+        ]
+        * 2
+    )
 
 
 # ---- failure -------------------------------------------------------------------------------------

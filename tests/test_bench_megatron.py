@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ep_overlap.commands.arguments import BenchArguments, parse
+from ep_overlap.commands.argument_parser import parse
+from ep_overlap.commands.arguments import BenchArguments
 from ep_overlap.commands.bench_megatron import environment
 from ep_overlap.commands.bench_megatron_models import ModelMaker
 from ep_overlap.commands.measured_world import measured_world

@@ -3,17 +3,14 @@
 Combinations run in this process as the only rank of their world, a few on two ranks.
 """
 
-import gc
 import json
 import re
-import socket
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_commands_checkpoint import SERIES, in_two_parts, record_of
 from test_commands_run import OVERLAP, SHARDED, SMALL, result_of
 from torch import nn
@@ -21,12 +18,12 @@ from torch import nn
 from ep_overlap.cli import main
 from ep_overlap.commands import trainee as trainee_file
 from ep_overlap.commands.argument_checks import problems
+from ep_overlap.commands.argument_parser import parse
 from ep_overlap.commands.arguments import (
     Arguments,
     BenchArguments,
     PlanArguments,
     TrainArguments,
-    parse,
 )
 from ep_overlap.commands.bench import config_of, variants_of
 from ep_overlap.commands.checkpoint_record import RECORD_FILE
@@ -48,21 +45,6 @@ NUM_USES = 23
 """Of managed weights by a forward of the reference model: in each of two layers QKV, projection,
 router, and four experts of two matrices; and the output layer."""
 TINY = f"--num-layers 2 --num-microbatches 2 --train-iters 2 {SMALL}"
-
-
-@pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is the only rank of a world, as under torchrun; what a run changes is undone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-    gc.unfreeze()
 
 
 def trained(flags: str, directory: Path) -> dict[str, Any]:

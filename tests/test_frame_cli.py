@@ -11,6 +11,7 @@ import pytest
 
 from ep_overlap.cli import main
 from ep_overlap.commands.argument_checks import remarks
+from ep_overlap.commands.argument_parser import parse
 from ep_overlap.commands.arguments import (
     BenchArguments,
     DeviceChoice,
@@ -19,7 +20,6 @@ from ep_overlap.commands.arguments import (
     Peer,
     PlanArguments,
     TrainArguments,
-    parse,
 )
 from ep_overlap.plan.lower import Strategy
 
@@ -312,9 +312,46 @@ def test_an_order_file_that_does_not_hold_shows_its_place(
     argv = ["plan", OVERLAP, "--num-layers", "1", "--num-microbatches", "1"]
     assert main([*argv, "--order", str(order)]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("ep-overlap plan: error: line 2: 0F.attn.L0")
-    assert said.err.count("\n") == 1
+    assert said.err == f"ep-overlap plan: error: --order {order}: line 2: 0F.attn.L0 is missing\n"
+    assert said.out.startswith(
+        f"--order {order}: line 2: 0F.attn.L0 is missing\nMarked: its place."
+    )
     assert ">     1  0F.mlp.L0" in said.out
+    argv[0] = "train"  # which prints no grid
+    assert main([*argv, "--order", str(order)]) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        f"ep-overlap train: error: --order {order}: line 2: 0F.attn.L0 is missing; "
+        "`ep-overlap plan` shows the place\n"
+    )
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "0F.pre\n0F.attn.L0 0F.dispatch.L0 0F.mlp.L0 0F.combine.L0\n0F.attn.L1",
+            "line 3: 0F.attn.L1 is not a node of this plan (own: layers 1 moe, microbatches 1, "
+            "no_shard): the order is of 2 layers and 1 microbatch, expected 1 layer and 1 "
+            "microbatch; set --num-layers and --num-microbatches to those",
+        ),
+        ("0F.pre\n1F.pre", "line 2: 1F.pre is not a node of this plan"),
+        ("0F.pre 0F.atn.L0", "line 1: not an action: '0F.atn.L0'; expected a word such as 2F.attn"),
+        ("# none", "the order holds no words; expected words such as 0F.pre or 2F.attn.L3"),
+    ],
+)
+def test_an_order_file_that_cannot_be_is_told_by_name(
+    command: str, text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = tmp_path / "order.txt"
+    order.write_text(text)
+    argv = [command, OVERLAP, "--num-layers", "1", "--num-microbatches", "1"]
+    assert main([*argv, "--order", str(order)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ep-overlap {command}: error: --order {order}: {problem}")
+    assert said.count("\n") == 1
 
 
 def test_an_order_file_written_from_a_plan_gives_that_plan(

@@ -102,6 +102,7 @@ def test_the_schedule_sees_sharding_through_its_narrow_files_alone(part: str) ->
         *sources("ep_overlap/plan"),
         ROOT / "ep_overlap/__init__.py",
         ROOT / "ep_overlap/commands/arguments.py",
+        ROOT / "ep_overlap/commands/argument_parser.py",
         ROOT / "ep_overlap/commands/argument_checks.py",
         ROOT / "ep_overlap/commands/bench_checks.py",
         ROOT / "ep_overlap/commands/checkpoint_record.py",

@@ -28,6 +28,7 @@ SHARDED = (
     "recompute, latent attention, MTP 1",
     "hybrid, MTP 2, tied",
     "hybrid, recompute, dropout",
+    "hybrid, all alone, MTP 1",
     "all at once",
 )
 ON_FOUR_RANKS = ("plain", "MTP 1", "all router losses", "hybrid, dense first", "all at once")

@@ -13,6 +13,7 @@ import pytest
 import schedule_support as support
 import torch
 import torch.distributed as dist
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron_features import Groups
 from megatron_script import forward_step, script, sizes
 from torch import nn
@@ -60,10 +61,10 @@ def hybrid(pattern: str = "*E*-", **changed: Any) -> Any:
     return build_hybrid(sizes(**changed), pattern, lone_expert_groups())
 
 
-# ---- which layers are pairs ----------------------------------------------------------------------
+# ---- which layers there are ----------------------------------------------------------------------
 
 TO_DO = (
-    r" Expected pairs of '\*' \(attention\) and 'E' \(experts\) or '-' \(an MLP\); change the "
+    r" Expected '\*' and '\+' \(attention\), 'E' \(experts\) and '-' \(an MLP\) alone; change the "
     r"pattern, or turn overlap_moe_expert_parallel_comm off$"
 )
 
@@ -87,22 +88,47 @@ def test_neighbours_are_a_layer_that_owns_the_parameters_of_both() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*EE", [("*E", LayerKind.MOE), ("E", LayerKind.MOE)]),
+        ("E*E", [("E", LayerKind.MOE), ("*E", LayerKind.MOE)]),
+        (
+            "-*E**-E*",
+            [
+                ("-", LayerKind.DENSE),
+                ("*E", LayerKind.MOE),
+                ("*", LayerKind.DENSE),
+                ("*-", LayerKind.DENSE),
+                ("E", LayerKind.MOE),
+                ("*", LayerKind.DENSE),
+            ],
+        ),
+    ],
+)
+def test_what_stands_alone_is_a_layer(pattern: str, expected: list[tuple[str, LayerKind]]) -> None:
+    parts = HybridParts(hybrid(pattern))
+    decoder: Any = parts.module.decoder
+    symbols = dict(zip(decoder.layers, pattern, strict=True))
+    found = [
+        ("".join(symbols[module] for module in modules_of(layer.module)), layer.kind)
+        for layer in parts.layers
+    ]
+    assert found == expected
+    assert [m for layer in parts.layers for m in modules_of(layer.module)] == list(decoder.layers)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
     ("symbols", "problem"),
     [
         ("M*E*", r"layer 0 is 'M' \(Mamba\)"),
         ("*EM*", r"layer 2 is 'M' \(Mamba\)"),
         ("GE*E", r"layer 0 is 'G' \(gated delta net\)"),
-        ("+E+E", r"layer 0 is '\+' \(multi-latent attention\)"),
         ("DEDE", r"layer 0 is 'D' \(sparse attention\)"),
-        ("*EE*", r"layer 2 is 'E' \(experts\), without '\*' right before it"),
-        ("-*E*", r"layer 0 is '-' \(an MLP\), without '\*' right before it"),
-        ("**EE", r"layer 0 is '\*' \(attention\), without 'E' or '-' right after it"),
-        ("*E-*", r"layer 2 is '-' \(an MLP\), without '\*' right before it"),
-        ("*E*", r"layer 2 is '\*' \(attention\), without 'E' or '-' right after it"),
         ("", "nothing is a layer"),
     ],
 )
-def test_what_is_no_pair_is_refused_by_name(symbols: str, problem: str) -> None:
+def test_layers_of_other_kinds_are_refused_by_name(symbols: str, problem: str) -> None:
     model = hybrid()
     model.decoder.layer_type_list = list(symbols)  # of some, the kernels are on GPUs alone
     message = rf"^this HybridModel cannot be cut into parts: of its pattern .*, {problem}\."
@@ -114,7 +140,8 @@ def test_what_is_no_pair_is_refused_by_name(symbols: str, problem: str) -> None:
 def test_the_drop_in_refuses_it_before_anything_runs() -> None:
     model = hybrid("*E-*E")
     model.config.overlap_moe_expert_parallel_comm = True
-    with pytest.raises(ValueError, match=r"layer 2 is '-' \(an MLP\), without .*" + TO_DO):
+    model.decoder.layer_type_list[2] = "M"
+    with pytest.raises(ValueError, match=r"layer 2 is 'M' \(Mamba\)\." + TO_DO):
         script(
             get_forward_backward_func(),
             model,
@@ -136,13 +163,17 @@ def never(*args: Any) -> Any:
         (1, "self_attention", nn.Linear(2, 2), r"layer 1 \('E'\) has a Linear as its self_att"),
         (3, "input_layernorm", nn.RMSNorm(2), r"layer 3 \('-'\) has a RMSNorm as its input_lay"),
         (1, "mlp", nn.Linear(2, 2), r"layer 1 \('E'\) has a Linear as its mlp"),
+        (0, "mlp_bda", get_bias_dropout_add, r"layer 0 \('\*'\) has a function as its mlp_bda"),
+        (3, "self_attn_bda", get_bias_dropout_add, r"layer 3 \('-'\) has a function as its self"),
     ],
 )
 def test_a_layer_that_does_more_than_its_symbol_says_is_refused(
-    index: int, name: str, module: nn.Module, problem: str
+    index: int, name: str, module: object, problem: str
 ) -> None:
     model = hybrid("*E*-")
-    setattr(model.decoder.layers[index], name, module)
+    layer = model.decoder.layers[index]
+    del layer._modules[name]  # a function is no module
+    setattr(layer, name, module)
     with pytest.raises(ValueError, match=problem):
         HybridParts(model)
 
@@ -162,8 +193,12 @@ def test_its_settings_are_refused_as_those_of_a_gpt_model() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_what_cannot_be_built_of_local_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^the pattern 'M\*E' has M, expected \* \(attention\)"):
+    with pytest.raises(ValueError, match=r"^the pattern 'M\*E' has M, expected \* and \+ \(att"):
         hybrid("M*E")
+    with pytest.raises(ValueError, match=r"^the pattern '\+E' has \+ \(multi-latent attention\), "):
+        hybrid("+E")
+    with pytest.raises(ValueError, match=r"^the pattern '/\*E' has no layers of the decoder, exp"):
+        hybrid("/*E")
     with pytest.raises(ValueError, match=r"^transformer_impl is 'transformer_engine', expected"):
         hybrid(transformer_impl="transformer_engine")
 
@@ -316,6 +351,7 @@ DDP_CASES = [
     ddp.Case(pattern="*E*-*E", ddp=OVERLAPPED, delay=True),
     ddp.Case(pattern="*-*E", ddp=OVERLAPPED, tied=True, shared=True, dtype=BF16),
     ddp.Case(pattern="*E*E", ddp={**OVERLAPPED, "bucket_size": 40000}, microbatches=2),
+    ddp.Case(pattern="E*EE*-", ddp=OVERLAPPED, delay=True, shared=True),
 ]
 
 
@@ -347,8 +383,34 @@ def test_an_unchanged_script_trains_to_the_same_bits(ranks2: RankPool) -> None:
 
 def test_fsdp_v1_whose_units_are_the_models_layers_changes_no_bit(ranks2: RankPool) -> None:
     """Experts are on all ranks: FSDP v1 is wrong with gradients of experts on one."""
-    cases = [fsdp.Case(pattern="*E*-", delay=True, microbatches=2)]
+    cases = [
+        fsdp.Case(pattern="*E*-", delay=True, microbatches=2),
+        fsdp.Case(pattern="-E*E", microbatches=2),
+    ]
     assert ranks2.run(fsdp.differences, cases, 1) == [{}, {}]
+
+
+def differences_of_evaluation() -> list[str]:
+    """Losses of an evaluation between steps, and what the next step makes of it."""
+    case = features.Case(feature="hybrid, all alone, MTP 1", order="paired", strategy="optim")
+    with megatron_on_cpu():
+        groups, meshes = Groups.new(), support.Groups()
+        ours = features.sharded(case, groups, meshes)
+        theirs = features.sharded(case, groups, meshes)
+        schedule = OverlapSchedule(ours, OverlapConfig(num_microbatches=2, order="paired"))
+        batches = features.batches_of(ours, 2)
+        got = schedule.evaluate(batches, mean_loss).losses
+        with torch.no_grad():
+            expected = [theirs.whole(batch).mean() for batch in batches]
+        wrong = [str(i) for i in (0, 1) if not torch.equal(got[i], expected[i])]
+        features.scale_auxiliary_losses(0.5)
+        schedule.step(batches, mean_loss)
+        support.standard_step(theirs, batches, mean_loss)
+        return wrong + support.unequal(support.gradients(ours), support.gradients(theirs))
+
+
+def test_an_evaluation_is_the_models_own_forward(ranks2: RankPool) -> None:
+    assert ranks2.run(differences_of_evaluation) == [[], []]
 
 
 def words_of_units() -> list[str]:

@@ -25,7 +25,7 @@ from models_support import (
 
 from ep_overlap.models.groups import ExpertGroups, lone_expert_groups, new_expert_groups
 from ep_overlap.models.megatron import GPTBatch, GPTParts, mean_loss
-from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
+from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, initialise
 from ep_overlap.models.megatron_cpu import megatron_on_cpu
 from ep_overlap.plan.action import LayerKind
 
@@ -166,6 +166,24 @@ class TestOneRank:
         model.config.recompute_modules = ["core_attn", module]
         with pytest.raises(ValueError, match=rf"recompute_modules=\['core_attn', '{module}'\] \("):
             GPTParts(model)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_biases_are_zero_whatever_was_in_memory():
+    """megatron-core leaves them uninitialised where it is not to draw weights."""
+    settings = {"add_bias_linear": True, "add_qkv_bias": True, "normalization": "LayerNorm"}
+    chosen = sizes(swiglu=False, shared_expert_ffn_hidden_size=None, settings=settings)
+    model = build_gpt(chosen, lone_expert_groups())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    initialise(model, seed=1)
+    biases = {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
+    kinds = {".".join(name.split(".")[-2:]) for name in biases}
+    assert {"linear_qkv.bias", "linear_fc2.bias", "input_layernorm.bias"} <= kinds
+    assert [name for name, bias in biases.items() if bias.count_nonzero()] == []
+    norms = [p for n, p in model.named_parameters() if n.endswith("norm.weight")]
+    assert all(bool((weight == 7.0).all()) for weight in norms)
 
 
 def test_a_model_without_torch_distributed_is_refused():

@@ -85,6 +85,31 @@ def test_an_error_in_an_order_file_names_its_line(old: str, new: str, message: s
         plan_from_words(FILE.replace(old, new), shape=shape("m"), num_microbatches=1)
 
 
+@pytest.mark.parametrize(
+    ("layers", "num_microbatches", "sizes"),
+    [
+        ("mm", 1, "of 1 layer and 1 microbatch, expected 2 layers and 1 microbatch"),
+        ("m", 2, "of 1 layer and 1 microbatch, expected 1 layer and 2 microbatches"),
+    ],
+)
+def test_an_order_file_of_other_sizes_is_told_so(
+    layers: str, num_microbatches: int, sizes: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_words(FILE, shape=shape(layers), num_microbatches=num_microbatches)
+    first, *_ = str(caught.value).splitlines()
+    assert first.endswith(f": the order is {sizes}; take an order of the model's sizes")
+
+
+def test_an_order_file_of_the_right_sizes_is_not_told_so() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_words(FILE.replace("0F.mlp.L0", ""), shape=shape("m"), num_microbatches=1)
+    assert str(caught.value).splitlines()[:2] == [
+        "line 4: 0F.mlp.L0 is missing",
+        "Marked: its place.",
+    ]
+
+
 def test_an_empty_order_file_is_refused() -> None:
     with pytest.raises(ValueError, match="the order holds no words"):
         plan_from_words("# nothing\n", shape=shape("m"), num_microbatches=1)

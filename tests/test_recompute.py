@@ -183,6 +183,9 @@ MEGATRON = [
         ("tensor parallel", 2, "plain", BF16, False),
         ("recompute, dropout", 2, "plain", torch.float32, False),
         ("all at once", 2, "plain", torch.float32, False),
+        ("hybrid, MTP 2, tied", 4, "paired", torch.float32, True),
+        ("hybrid, recompute, dropout", 2, "plain", BF16, False),
+        ("hybrid, all alone, MTP 1", 2, "paired", torch.float32, True),
     )
 ]
 
@@ -218,6 +221,19 @@ def without_the_states() -> list[str]:
 def test_dropout_needs_the_states_of_its_generators(ranks2: RankPool) -> None:
     for names in ranks2.run(without_the_states):
         assert "gradient of decoder.layers.0.self_attention.linear_qkv.weight" in names
+
+
+def forced_routing() -> dict[str, list[str]]:
+    """Routes by random scores, which a recompute has to draw again."""
+    case = features.Case(feature="forced", recompute=True, order="plain", microbatches=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(features.FEATURES, case.feature, {"force_load_balancing": True})  # pyright: ignore[reportArgumentType]
+        return features.every_difference([case])
+
+
+def test_random_routing_is_drawn_again(ranks2: RankPool) -> None:
+    """It is for measuring, and no reason to refuse an order."""
+    assert ranks2.run(forced_routing) == [{}, {}]
 
 
 # ---- what is kept --------------------------------------------------------------------------------

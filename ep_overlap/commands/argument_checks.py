@@ -19,6 +19,9 @@ from ep_overlap.commands.arguments import (
     Peer,
     PlanArguments,
     RankFlags,
+    RecomputeFlags,
+    RecomputeGranularity,
+    RecomputeModule,
     TimelineArguments,
     TrainArguments,
     TransformerImpl,
@@ -71,12 +74,13 @@ _OUTPUTS: Final = ("json", "trace", "output", "plot")
 def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
     """Why the arguments cannot work; the first is what a user should be told."""
     yield from _bad_counts(args)
+    yield from _bad_modules(args)
     yield from _bad_outputs(args)
     yield from _same_files(args)
     match args:
         case TrainArguments():
             yield from _bad_model(args)
-            yield from _bad_shared_experts(args)
+            yield from _bad_parts(args)
             yield from _bad_ranks(args, args.num_experts, environ)
             yield from _bad_setup(args)
             yield from _bad_layers(args)
@@ -97,7 +101,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
                 yield from _bad_layers(args)
             else:
                 yield from _bad_model(args)
-                yield from _bad_shared_experts(args)
+                yield from _bad_parts(args)
                 yield from _bad_ranks(args, args.num_experts, environ)
                 yield from _bad_setup(args)
                 yield from _bad_layers(args)
@@ -117,7 +121,8 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from _unused_order(args)
             yield from _unused_budget(args)
             yield from _unused_wgrad(args)
-            if _is_scheduled(args):
+            yield from _unused_modules(args)
+            if args.hides_exchanges:
                 yield from _nothing_to_hide(args, environ)
             if args.load is not None:
                 yield from load_remarks(args.load, args)
@@ -135,17 +140,11 @@ def remarks(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from measurement_remarks(args)
         case BenchArguments():
             yield from _unused_budget(args)
+            yield from _unused_modules(args)
             yield from _nothing_to_hide(args, environ)
             yield from measurement_remarks(args)
         case _:
             pass
-
-
-def _is_scheduled(args: TrainArguments) -> bool:
-    """Whether ``train`` runs a plan, not the module's own forward and backward."""
-    return (
-        args.overlap_moe_expert_parallel_comm or args.overlap_dispatch_backward_with_experts_wgrad
-    )
 
 
 def _nothing_to_hide(args: RankFlags, environ: Mapping[str, str]) -> Iterator[str]:
@@ -163,7 +162,7 @@ def _unused_order(args: TrainArguments | PlanArguments) -> Iterator[str]:
 
 def _unused_wgrad(args: TrainArguments | PlanArguments) -> Iterator[str]:
     is_delayed, overlaps = args.delay_wgrad_compute, args.overlap_moe_expert_parallel_comm
-    if isinstance(args, TrainArguments) and is_delayed and not _is_scheduled(args):
+    if isinstance(args, TrainArguments) and is_delayed and not args.hides_exchanges:
         yield (
             "--delay-wgrad-compute hides nothing without --overlap-moe-expert-parallel-comm: "
             "weight gradients are made right after each backward"
@@ -175,7 +174,23 @@ def _unused_wgrad(args: TrainArguments | PlanArguments) -> Iterator[str]:
         )
 
 
+def _unused_modules(args: TrainArguments | BenchArguments) -> Iterator[str]:
+    """Parts that no layer has, and that megatron-core takes without a word."""
+    flag, modules = "--recompute-modules", args.modules_recomputed
+    has_dense = args.num_layers > 1 and args.moe_layer_freq > 1
+    if RecomputeModule.MLP in modules and not has_dense:
+        yield f"{flag} mlp has no effect: every layer has experts (--moe-layer-freq)"
+    has_shared = args.moe_shared_expert_intermediate_size is not None
+    if RecomputeModule.SHARED_EXPERTS in modules and not has_shared:
+        yield f"{flag} shared_experts has no effect without --moe-shared-expert-intermediate-size"
+
+
 def _unused_by_plan(args: PlanArguments) -> Iterator[str]:
+    if args.recompute_granularity is RecomputeGranularity.SELECTIVE:
+        yield (
+            "--recompute-granularity selective does not change a plan: what it names lies within "
+            "a node"
+        )
     if args.gradient_accumulation_fusion:
         yield "--gradient-accumulation-fusion does not change a plan"
     has_shared = args.moe_shared_expert_intermediate_size is not None
@@ -194,7 +209,7 @@ def _unused_budget(args: TrainArguments | PlanArguments | BenchArguments) -> Ite
             "--max-unsharded-units has no effect with --data-parallel-sharding-strategy "
             f"{args.data_parallel_sharding_strategy}: only optim_grads_params gathers units"
         )
-    elif isinstance(args, TrainArguments) and not _is_scheduled(args):
+    elif isinstance(args, TrainArguments) and not args.is_scheduled:
         yield (
             "--max-unsharded-units has no effect without --overlap-moe-expert-parallel-comm: "
             "module hooks gather one unit ahead"
@@ -253,12 +268,31 @@ def _bad_model(args: ModelFlags) -> Iterator[str]:
         )
 
 
-def _bad_shared_experts(args: TrainArguments | BenchArguments) -> Iterator[str]:
-    has_some = args.moe_shared_expert_intermediate_size is not None
-    if has_some and args.model is ModelName.REFERENCE:
+def _bad_parts(args: TrainArguments | BenchArguments) -> Iterator[str]:
+    """What the reference model has not."""
+    if args.model is not ModelName.REFERENCE:
+        return
+    if args.moe_shared_expert_intermediate_size is not None:
         yield (
             "--moe-shared-expert-intermediate-size with --model reference: it has no shared "
             "experts; take --model megatron, or leave it out"
+        )
+    if args.recompute_granularity is RecomputeGranularity.SELECTIVE:
+        yield (
+            "--recompute-granularity selective with --model reference: it recomputes no parts of "
+            "a layer; take full, or --model megatron"
+        )
+
+
+def _bad_modules(args: Arguments) -> Iterator[str]:
+    if not isinstance(args, RecomputeFlags) or args.recompute_modules is None:
+        return
+    granularity = args.recompute_granularity
+    if granularity is not RecomputeGranularity.SELECTIVE:
+        got = "none" if granularity is None else granularity
+        yield (
+            f"--recompute-modules {' '.join(args.recompute_modules)}: expected "
+            f"--recompute-granularity selective beside it, got {got}; add it, or leave them out"
         )
 
 
@@ -317,8 +351,10 @@ def _bad_training(args: TrainArguments, environ: Mapping[str, str]) -> Iterator[
 def _bad_plan(args: TrainArguments) -> Iterator[str]:
     try:
         plan_of(args)
+    except PlanError as error:
+        yield f"{_first_line(error)}; `ep-overlap plan` shows the place"
     except ValueError as error:
-        yield _in_flags(error)
+        yield _first_line(error)
 
 
 def _bad_budget(args: PlanArguments | BenchArguments) -> Iterator[str]:
@@ -332,7 +368,7 @@ def _bad_budget(args: PlanArguments | BenchArguments) -> Iterator[str]:
     except PlanError:
         return
     except ValueError as error:
-        yield _in_flags(error) if has_order else _in_flags(error).partition(", or ")[0]
+        yield _first_line(error) if has_order else _first_line(error).partition(", or ")[0]
 
 
 def _widest_plan(args: BenchArguments) -> PlanArguments:
@@ -344,14 +380,12 @@ def _widest_plan(args: BenchArguments) -> PlanArguments:
         data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
         max_unsharded_units=args.max_unsharded_units,
         overlap_moe_expert_parallel_comm=True,
+        recompute_granularity=args.recompute_granularity,
     )
 
 
-def _in_flags(error: ValueError) -> str:
-    """A plan's error in one line, with what the user types in place of the fields' names."""
-    line = str(error).partition("\n")[0]
-    line = line.replace("max_unsharded_units", "--max-unsharded-units")
-    return line.replace("use the serial order", "take --order serial")
+def _first_line(error: ValueError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _bad_data(path: Path, min_bytes: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The command line's flags as typed, frozen values, and the parser that fills them.
+"""The command line's flags as typed, frozen values; ``argument_parser.py`` fills them.
 
 A group of flags is a dataclass: the field's name is the flag (``num_layers`` is ``--num-layers``),
 its default the flag's default, its annotation the flag's type; the first line of the class's
@@ -6,14 +6,11 @@ docstring is the group's title in ``--help``. A command's arguments inherit the 
 Names and defaults are Megatron's where Megatron has the flag. Imports no torch.
 """
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from inspect import get_annotations
 from pathlib import Path
-from types import MappingProxyType, NoneType
-from typing import Any, Final, NoReturn, TypeGuard, cast, get_args, override
+from typing import Any, Final
 
 from ep_overlap.plan.lower import Strategy
 
@@ -45,6 +42,22 @@ class TransformerImpl(StrEnum):
     TRANSFORMER_ENGINE = "transformer_engine"
 
 
+class RecomputeGranularity(StrEnum):
+    """``--recompute-granularity``."""
+
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class RecomputeModule(StrEnum):
+    """``--recompute-modules``: those of Megatron's that lie within one node of the models here."""
+
+    CORE_ATTN = "core_attn"
+    LAYERNORM = "layernorm"
+    MLP = "mlp"
+    SHARED_EXPERTS = "shared_experts"
+
+
 class Suite(StrEnum):
     """``--suite``."""
 
@@ -66,7 +79,7 @@ class Peer(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FlagText:
+class FlagText:
     """What ``--help`` says of a flag, and how it is spelled where the field's name does not say."""
 
     help: str
@@ -77,14 +90,14 @@ class _FlagText:
 
 def _flag[T](default: T, meaning: str, *, metavar: str = "N", short: str = "") -> T:
     """A field that is a flag. ``meaning`` is one line; the default is added to it unless None."""
-    text = _FlagText(help=meaning, metavar=metavar, short=short)
-    return field(default=default, metadata={_FlagText: text})
+    text = FlagText(help=meaning, metavar=metavar, short=short)
+    return field(default=default, metadata={FlagText: text})
 
 
 def _positional(meaning: str, *, metavar: str) -> Any:
     """A required argument without a name."""
-    text = _FlagText(help=meaning, metavar=metavar, short="", is_positional=True)
-    return field(metadata={_FlagText: text})
+    text = FlagText(help=meaning, metavar=metavar, short="", is_positional=True)
+    return field(metadata={FlagText: text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +196,32 @@ class WgradFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecomputeFlags:
+    """activation recompute"""
+
+    recompute_granularity: RecomputeGranularity | None = _flag(
+        None, "full: each layer by itself; selective: parts of layers, of --model megatron"
+    )
+    recompute_modules: tuple[RecomputeModule, ...] | None = _flag(
+        None,
+        f"parts that selective recomputes: {', '.join(RecomputeModule)} (default: core_attn)",
+        metavar="MODULE",
+    )
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether the schedule does, as nodes of its own (R)."""
+        return self.recompute_granularity is RecomputeGranularity.FULL
+
+    @property
+    def modules_recomputed(self) -> tuple[RecomputeModule, ...]:
+        """What the model recomputes by itself, within a node."""
+        if self.recompute_granularity is not RecomputeGranularity.SELECTIVE:
+            return ()
+        return self.recompute_modules or (RecomputeModule.CORE_ATTN,)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResultFlags:
     """result"""
 
@@ -206,6 +245,7 @@ class TrainArguments(
     ShardingFlags,
     OverlapFlags,
     WgradFlags,
+    RecomputeFlags,
     TraceFlags,
     ResultFlags,
 ):
@@ -224,12 +264,26 @@ class TrainArguments(
         None, "go on from the checkpoint in DIR, up to --train-iters steps in all", metavar="DIR"
     )
     check_parity: bool = _flag(
-        False, "run each step without overlap and delay too, on a twin, and compare bit for bit"
+        False,
+        "compare bit for bit with a twin's steps, without overlap, delay or full recompute",
     )
+
+    @property
+    def hides_exchanges(self) -> bool:
+        """Whether some run under compute."""
+        return (
+            self.overlap_moe_expert_parallel_comm
+            or self.overlap_dispatch_backward_with_experts_wgrad
+        )
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a plan runs, not the module's own forward and backward."""
+        return self.hides_exchanges or self.recomputes_layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(ShardingFlags, OverlapFlags, WgradFlags, ResultFlags):
+class PlanArguments(ShardingFlags, OverlapFlags, WgradFlags, RecomputeFlags, ResultFlags):
     """plan"""
 
     num_layers: int = _flag(4, "transformer layers")
@@ -256,7 +310,14 @@ class TimelineArguments(ResultFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArguments(
-    ModelFlags, BatchFlags, RankFlags, ShardingFlags, WgradFlags, TraceFlags, ResultFlags
+    ModelFlags,
+    BatchFlags,
+    RankFlags,
+    ShardingFlags,
+    WgradFlags,
+    RecomputeFlags,
+    TraceFlags,
+    ResultFlags,
 ):
     """measuring"""
 
@@ -305,6 +366,11 @@ class BenchArguments(
         "-0.75 gives an eighth of them half of the tokens (megatron-core's setting)",
         metavar="STD",
     )
+    cuda_graphs: bool = _flag(
+        False,
+        "--against megatron: run our orders once more, attention replayed from CUDA graphs; with "
+        "--transformer-impl transformer_engine",
+    )
     wgrad_fusion: bool = _flag(
         False, "measure fused against separate weight gradients instead: a dense model, one rank"
     )
@@ -350,147 +416,6 @@ class DoctorArguments(ResultFlags):
 
 
 Arguments = TrainArguments | PlanArguments | TimelineArguments | BenchArguments | DoctorArguments
-
-COMMANDS: Final = MappingProxyType[str, type[Arguments]](
-    {
-        "train": TrainArguments,
-        "plan": PlanArguments,
-        "timeline": TimelineArguments,
-        "bench": BenchArguments,
-        "doctor": DoctorArguments,
-    }
-)
-
-SUMMARIES: Final = MappingProxyType(
-    {
-        "train": "train a MoE model on the bytes of a text",
-        "plan": "print or check the actions of a step; needs no torch",
-        "timeline": "draw a trace",
-        "bench": "time a step without overlap, with plain and with paired order; or sharding alone",
-        "doctor": "what this machine has, and which features that allows",
-    }
-)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    @override
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def parse(argv: Sequence[str] | None) -> tuple[str, Arguments]:
-    """The command and its arguments; exits with 2 and one line where they do not parse."""
-    parser = Parser(
-        prog="ep-overlap",
-        description="Hides the expert-parallel exchange of MoE training under compute.",
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in SUMMARIES.items():
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            usage=f"ep-overlap {name} [flags]{' TRACE' if name == 'timeline' else ''}",
-            formatter_class=_help_formatter,
-            allow_abbrev=False,
-        )
-        _add_groups(command, COMMANDS[name])
-    values = vars(parser.parse_args(argv))
-    name = cast("str", values.pop("command"))
-    return name, COMMANDS[name](**values)
-
-
-def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=44, width=120)
-
-
-def _add_groups(parser: argparse.ArgumentParser, arguments: type[Arguments]) -> None:
-    """The command's own flags first, then those of its groups.
-
-    A command may redeclare a group's flag for a default of its own: it stays in its group.
-    """
-    items = {item.name: item for item in fields(arguments)}
-    shared = {name for group in arguments.__bases__ for name in get_annotations(group)}
-    for group in (arguments, *arguments.__bases__):
-        names = [
-            name for name in get_annotations(group) if group is not arguments or name not in shared
-        ]
-        section = parser.add_argument_group((group.__doc__ or "").partition("\n")[0])
-        for name in names:
-            _add_flag(section, items[name])
-
-
-def _add_flag(section: Any, item: Field[Any]) -> None:
-    text: _FlagText = item.metadata[_FlagText]
-    if text.is_positional:
-        section.add_argument(item.name, type=_path, metavar=text.metavar, help=text.help)
-        return
-    names = [name for name in (text.short, "--" + item.name.replace("_", "-")) if name]
-    if isinstance(item.default, bool):
-        action = argparse.BooleanOptionalAction if item.default else "store_true"
-        section.add_argument(
-            *names, dest=item.name, action=action, default=item.default, help=text.help
-        )
-        return
-    kind = _given_type(item)
-    section.add_argument(
-        *names,
-        dest=item.name,
-        type=_converter(kind),
-        default=item.default,
-        metavar="|".join(kind) if _is_choice(kind) else text.metavar,
-        help=text.help if item.default is None else f"{text.help} (default: {item.default})",
-    )
-
-
-def _given_type(item: Field[Any]) -> object:
-    """The field's type without ``| None``, which is for flags that are not given."""
-    (kind,) = (kind for kind in get_args(item.type) or (item.type,) if kind is not NoneType)
-    return kind
-
-
-def _is_choice(kind: object) -> TypeGuard[type[StrEnum]]:
-    return isinstance(kind, type) and issubclass(kind, StrEnum)
-
-
-def _choice(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
-    def convert(text: str) -> StrEnum:
-        if text not in frozenset(kind):
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(kind)}; got {text!r}")
-        return kind(text)
-
-    return convert
-
-
-def _converter(kind: object) -> Callable[[str], object]:
-    """Text to the field's type, with our own words for text that is no number."""
-    if _is_choice(kind):
-        return _choice(kind)
-    if kind is int:
-        return _number(int, "a whole number")
-    if kind is float:
-        return _number(float, "a number")
-    return _path if kind is Path else str
-
-
-def _path(text: str) -> Path:
-    """Not of an empty text, which would be the current directory."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a path, got ''")
-    return Path(text)
-
-
-def _number(kind: type[int] | type[float], meaning: str) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {meaning}, got {text!r}") from None
-
-    return convert
 
 
 def spelled(name: str) -> str:

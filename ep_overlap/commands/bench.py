@@ -152,14 +152,17 @@ def variants_of(args: BenchArguments) -> list[str]:
 
 
 def config_of(args: BenchArguments, variant: str) -> OverlapConfig | None:
-    """The schedule of a variant; ``off`` has none."""
-    if variant == OFF:
+    """The schedule of a variant; ``off`` has none, unless layers are recomputed: then one without
+    overlap."""
+    if variant == OFF and not args.recomputes_layers:
         return None
+    order = {OFF: SERIAL, DELAYED: DEFAULT}.get(variant, variant)
     return OverlapConfig(
         num_microbatches=args.num_microbatches,
-        order=DEFAULT if variant == DELAYED else variant,
+        order=order,
         delay_wgrad=variant == DELAYED,
         dispatch_over_wgrad=variant == SERIAL,
+        recompute_granularity="full" if args.recomputes_layers else None,
         max_unsharded_units=args.max_unsharded_units,
     )
 
@@ -238,6 +241,7 @@ class _Bench:
             "num_ranks": self._world.size,
             "rounds": self._args.rounds,
             "gradient_accumulation_fusion": self._args.gradient_accumulation_fusion,
+            "recompute_granularity": self._args.recompute_granularity,
             "variants": variants,
             "delayed_of_paired": self._delayed_of_paired(),
             "compute_s": variants[OFF]["compute_s"],
@@ -271,10 +275,12 @@ def table(result: Mapping[str, Any]) -> Table:
     bound_s = max(result["compute_s"], result["comm_s"] or 0.0)
     kinds = [kind for kind, share in result["hidden_share"].items() if share is not None]
     fused = ", fused weight gradients" if result["gradient_accumulation_fusion"] else ""
+    recompute = result["recompute_granularity"]
+    recomputed = "" if recompute is None else f", {recompute} recompute"
     ratio = result["delayed_of_paired"]
     shown = Table(
         title=f"{result['model']}, {result['num_ranks']} ranks, {result['link']}, "
-        f"{result['strategy']}{fused}, median of {result['rounds']} rounds",
+        f"{result['strategy']}{fused}{recomputed}, median of {result['rounds']} rounds",
         caption=f"compute alone {_ms(result['compute_s'])}, communication alone "
         f"{_ms(result['comm_s'])}: no order can be faster than the longer of the two, the bound"
         + ("" if ratio is None else f"; a round's delayed step is {ratio:.2f}x its paired one"),

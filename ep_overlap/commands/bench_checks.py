@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Final
 
-from ep_overlap.commands.arguments import BenchArguments, ModelName, Peer, spelled
+from ep_overlap.commands.arguments import (
+    BenchArguments,
+    ModelName,
+    Peer,
+    TransformerImpl,
+    spelled,
+)
 from ep_overlap.links.emulated_speed import parse_emulated_links
 from ep_overlap.links.speed import parse_rate
 from ep_overlap.plan.lower import Strategy
@@ -30,6 +36,8 @@ _EXPERT_SETTINGS: Final = (
     "delay_wgrad_compute",
     "gradient_accumulation_fusion",
     "overlap_dispatch_backward_with_experts_wgrad",
+    "recompute_granularity",
+    "recompute_modules",
     "moe_router_force_load_balancing",
     "expert_model_parallel_size",
 )
@@ -60,6 +68,7 @@ _MEGATRON_SETTINGS: Final = (
     "kv_channels",
     "vocab_size",
     "moe_router_force_biased",
+    "cuda_graphs",
 )
 """What of ``bench`` only ``--against megatron`` reads."""
 _MEGATRON_READS: Final = (
@@ -211,6 +220,13 @@ def _bad_emulation(args: BenchArguments, environ: Mapping[str, str]) -> Iterator
         yield f"--vocab-size {args.vocab_size}: expected {NUM_BYTES} or more: the text is bytes"
     if (spread := args.moe_router_force_biased) is not None and not math.isfinite(spread):
         yield f"--moe-router-force-biased {spread}: expected a number, such as -0.75"
+    if args.cuda_graphs and args.transformer_impl is not TransformerImpl.TRANSFORMER_ENGINE:
+        yield "--cuda-graphs with local layers: expected --transformer-impl transformer_engine"
+    if args.cuda_graphs and args.data_parallel_sharding_strategy is Strategy.OPTIM_GRADS_PARAMS:
+        yield (
+            "--cuda-graphs with optim_grads_params, whose weights are elsewhere after each gather; "
+            "expected another --data-parallel-sharding-strategy"
+        )
     if size == 1:
         yield f"{flag} 1 with --against megatron: its overlap needs expert parallelism, 2 or more"
     if args.emulates_nothing:

@@ -63,6 +63,7 @@ class _Kind:
     """Of ours; None: megatron-core's own function."""
     overlap: bool = True
     delay: bool = False
+    graphs: bool = False
     has_links: bool = True
 
 
@@ -75,6 +76,8 @@ KINDS: Final = (
     _Kind(name="ours plain, delayed", order="plain", delay=True),
     _Kind(name="ours paired", order="paired"),
     _Kind(name="ours paired, delayed", order="paired", delay=True),
+    _Kind(name="ours plain, graphs", order="plain", graphs=True),
+    _Kind(name="ours paired, graphs", order="paired", graphs=True),
 )
 """Delayed weight gradients need Transformer Engine's layers in megatron-core: elsewhere its own
 setting is accepted and does nothing, so there it is left out."""
@@ -94,6 +97,8 @@ class _Sample:
 class _Variant:
     kind: _Kind
     step: Callable[[Sequence[Microbatch]], None]
+    state_bytes: int
+    """Of its weights and gradients, as it was made."""
     samples: list[_Sample] = field(default_factory=list[_Sample])
     left_bytes: int = 0
     """What its steps have left allocated: it is theirs, though it is there when the next begins."""
@@ -172,10 +177,11 @@ class _Bench:
         self._models = ModelMaker(args, world)
         uses_te = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
         self.variants = [
-            _Variant(kind=kind, step=self._step_of(kind))
+            self._variant_of(kind)
             for kind in KINDS
             if uses_te or kind.order is not None or not kind.delay
             if kind.has_links or world.has_compute_alone
+            if args.cuda_graphs or not kind.graphs
         ]
 
     def round(self, number: int) -> Iterator[None]:
@@ -213,6 +219,14 @@ class _Bench:
             peak_bytes=torch.cuda.max_memory_allocated() - rest_bytes if is_gpu else 0,
         )
 
+    def _variant_of(self, kind: _Kind) -> _Variant:
+        before_bytes = self._allocated_bytes()
+        step = self._step_of(kind)
+        return _Variant(kind=kind, step=step, state_bytes=self._allocated_bytes() - before_bytes)
+
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
+
     def _step_of(self, kind: _Kind) -> Callable[[Sequence[Microbatch]], None]:
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
@@ -225,7 +239,11 @@ class _Bench:
         function: Callable[..., Any] = (
             forward_backward_no_pipelining
             if kind.order is None
-            else ForwardBackward(order=kind.order, max_unsharded_units=args.max_unsharded_units)
+            else ForwardBackward(
+                order=kind.order,
+                max_unsharded_units=args.max_unsharded_units,
+                cuda_graphs=kind.graphs,
+            )
         )
         forward_step = _ForwardStep(args.seq_length, self._device)
 
@@ -274,6 +292,7 @@ class _Bench:
                 "host_s": median(sample.host_s for sample in variant.samples),
                 "peak_bytes": max(sample.peak_bytes for sample in variant.samples),
                 "left_bytes": variant.left_bytes,
+                "state_bytes": variant.state_bytes,
             }
         is_gpu = self._device.type == "cuda"
         return {
@@ -338,12 +357,12 @@ def table(result: Mapping[str, Any]) -> Table:
         f"{result['world']}; median of {result['rounds']} rounds",
         caption=f"exchanges take {_ms(result['link_s'])}; best of "
         f"megatron: {result['best_of_megatron']}, compared round by round; host: until all was "
-        "issued; peak: over models and gradients",
+        "issued; state: weights and gradients as they were made; peak: over it",
     )
     shown.add_column("step", no_wrap=True)
     is_sharded = result["strategy"] != Strategy.NO_SHARD
     fourth = "gathers" if is_sharded else "a2a\nhidden"
-    for column in ("ms", "of best of\nmegatron", fourth, "host\nms", "peak\nGiB"):
+    for column in ("ms", "of best of\nmegatron", fourth, "host\nms", "state\nGiB", "peak\nGiB"):
         shown.add_column(column, justify="right", no_wrap=True)
     for name, variant in result["variants"].items():
         share = variant["hidden_share"]
@@ -353,7 +372,10 @@ def table(result: Mapping[str, Any]) -> Table:
             f"{variant['of_best']:.3f}x",
             _gathers(variant["num_gathers"]) if is_sharded else _percent(share),
             f"{variant['host_s'] * 1e3:.0f}",
-            f"{variant['peak_bytes'] / _GIB:.1f}" if result["counts_memory"] else "-",
+            *(
+                f"{variant[memory] / _GIB:.1f}" if result["counts_memory"] else "-"
+                for memory in ("state_bytes", "peak_bytes")
+            ),
         )
     return shown
 

@@ -34,7 +34,8 @@ class MeasuredModel:
     """The model with its wrapper; it goes to ``forward_backward_func``."""
     pg_collection: Any
     clear_gradients: Callable[[], None]
-    """Between steps. Nothing is freed: memory of gradients is no step's."""
+    """Between steps, as its side's users do. Only what ``fully_shard`` leaves is freed: elsewhere
+    memory of gradients is no step's."""
 
 
 @contextmanager
@@ -74,13 +75,17 @@ class ModelMaker:
         if self.is_sharded:
             self._data = new_torch_group(range(world.size), "data")
         self._first: Any = None
-        """The others are built like it."""
+        """The others are built like it: drawing weights takes seconds. Where models are sharded,
+        and their weights soon elsewhere, it is none of those measured."""
+        if self.is_sharded:
+            self._first = self._gpt(overlap=False, delay=False)
 
     def make(self, *, is_ours: bool, overlap: bool, delay: bool) -> MeasuredModel:
         """One more. The flags are megatron-core's."""
         model = self._gpt(overlap=overlap, delay=delay)
         if self.is_sharded:
             return self._in_fully_shard(model) if is_ours else self._in_fsdp_v1(model)
+        self._first = self._first or model
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         return MeasuredModel(
@@ -120,7 +125,7 @@ class ModelMaker:
                 "moe_router_force_biased": args.moe_router_force_biased,
             },
         )
-        model = build_gpt(
+        return build_gpt(
             sizes,
             self._experts,
             seed=args.seed,
@@ -128,9 +133,6 @@ class ModelMaker:
             alone=self._alone,
             like=self._first,
         )
-        if not self.is_sharded:  # else its weights are soon elsewhere
-            self._first = self._first or model
-        return model
 
     def _in_fully_shard(self, model: Any) -> MeasuredModel:
         from ep_overlap.models.megatron_parts import GPTParts
@@ -150,7 +152,7 @@ class ModelMaker:
         return MeasuredModel(
             whole=model,
             pg_collection=model.pg_collection,
-            clear_gradients=lambda: model.zero_grad(set_to_none=False),
+            clear_gradients=model.zero_grad,
         )
 
     def _mesh(self, group: Any) -> DeviceMesh:

@@ -153,7 +153,7 @@ class RealWorld:
         exchanges_us = [
             event.device_time
             for event in profiler.events() or ()
-            if event.device_type is DeviceType.CUDA and _EXCHANGE_KERNEL in event.name
+            if event.device_type == DeviceType.CUDA and _EXCHANGE_KERNEL in event.name
         ]
         (mean_us,) = self._world.mean([sum(exchanges_us)])
         return mean_us / 1e6 or None

@@ -1,13 +1,24 @@
 """The plan that a command's flags ask for. Imports no torch."""
 
 from pathlib import Path
+from typing import Final
 
 from ep_overlap.commands.arguments import PlanArguments, TrainArguments
 from ep_overlap.plan.action import LayerKind
 from ep_overlap.plan.build import build_plan, plan_from_words
+from ep_overlap.plan.check import PlanError
 from ep_overlap.plan.lower import Sharding
 from ep_overlap.plan.order import ModelShape, OrderName
 from ep_overlap.plan.plan import Plan
+
+_TYPED: Final = {
+    "max_unsharded_units": "--max-unsharded-units",
+    "use the serial order": "take --order serial",
+    "set recompute_granularity='full'": "give --recompute-granularity full",
+    "or do not recompute": "or leave out --recompute-granularity full",
+    "take an order of the model's sizes": "set --num-layers and --num-microbatches to those",
+}
+"""What plans' errors say, and what a user types."""
 
 
 def plan_of(args: PlanArguments | TrainArguments) -> Plan:
@@ -15,8 +26,30 @@ def plan_of(args: PlanArguments | TrainArguments) -> Plan:
 
     Raises:
         ValueError: an order file that cannot be read or does not hold, or a budget of units below
-            what the order needs.
+            what the order needs. It speaks of flags, and of the file.
+        PlanError: the same; the lines after the first show the place.
     """
+    try:
+        return _plan_of(args)
+    except PlanError as error:
+        raise PlanError(_in_flags(args, str(error)), step=error.step) from None
+    except ValueError as error:
+        raise ValueError(_in_flags(args, str(error))) from None
+
+
+def _in_flags(args: PlanArguments | TrainArguments, error: str) -> str:
+    """An error with what the user types in place of the fields' names, and with the order file's
+    name."""
+    first, newline, shown = error.partition("\n")
+    for ours, typed in _TYPED.items():
+        first = first.replace(ours, typed)
+    order = order_of(args)
+    if isinstance(order, Path) and not first.startswith("--order"):
+        first = f"--order {order}: {first}"
+    return first + newline + shown
+
+
+def _plan_of(args: PlanArguments | TrainArguments) -> Plan:
     has_shared = args.moe_shared_expert_intermediate_size is not None
     moe = LayerKind.MOE_SHARED if has_shared else LayerKind.MOE
     shape = ModelShape(
@@ -38,6 +71,7 @@ def plan_of(args: PlanArguments | TrainArguments) -> Plan:
             sharding=sharding,
             delay_wgrad=args.delay_wgrad_compute
             or args.overlap_dispatch_backward_with_experts_wgrad,
+            recompute=args.recomputes_layers,
         )
     return build_plan(
         shape=shape,
@@ -45,6 +79,7 @@ def plan_of(args: PlanArguments | TrainArguments) -> Plan:
         order=order,
         delay_wgrad=args.delay_wgrad_compute,
         dispatch_over_wgrad=args.overlap_dispatch_backward_with_experts_wgrad,
+        recompute=args.recomputes_layers,
         sharding=sharding,
     )
 

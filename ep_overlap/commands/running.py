@@ -90,6 +90,7 @@ def recipe_of(args: TrainArguments | BenchArguments) -> Recipe:
         bf16=args.bf16,
         grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         fuse_wgrad=args.gradient_accumulation_fusion,
+        recompute_modules=args.modules_recomputed,
         force_load_balancing=isinstance(args, BenchArguments)
         and args.moe_router_force_load_balancing,
     )

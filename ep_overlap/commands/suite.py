@@ -6,8 +6,10 @@ On ``--nproc`` ranks, each with a GPU of its own where there are enough::
               of Transformer Engine's layers: against the same training without overlap
     overlap   gathers and reductions under GEMMs, by the profiler         (a GPU for each rank)
     steps     megatron-core's schedules and ours, alternating; hidden share, host time, peak memory
+    sharded   the same over its FSDP v1 and our fully_shard
 
-Without GPUs it runs to its end over gloo, with small sizes, and says what it left out.
+Each part's table is printed when the part is done. Without GPUs it runs to its end over gloo, with
+small sizes, and says what it left out.
 """
 
 import gc
@@ -30,6 +32,7 @@ from ep_overlap.commands.arguments import (
     OptimizerName,
     TransformerImpl,
 )
+from ep_overlap.commands.bench_megatron_models import fsdp_environment
 from ep_overlap.commands.data import ByteBatches, load_bytes
 from ep_overlap.commands.measured_world import RealWorld
 from ep_overlap.commands.parity import Baseline, Parity
@@ -38,6 +41,7 @@ from ep_overlap.commands.running import own_command, running
 from ep_overlap.commands.trainee import Recipe, ScheduledStep, StandardStep, build_trainee
 from ep_overlap.commands.world import Meshes, World, choose_device, open_world
 from ep_overlap.config import OverlapConfig
+from ep_overlap.plan.lower import Strategy
 from ep_overlap.processes.launch import launch
 from ep_overlap.report.overlap_proof import profiled_overlaps
 from ep_overlap.report.steps_picture import draw
@@ -60,25 +64,25 @@ GPU_SIZES: Final = {
     "num_attention_heads": 32,
     "num_query_groups": 4,
     "kv_channels": 128,
-    "num_experts": 128,
     "moe_router_topk": 8,
     "moe_ffn_hidden_size": 768,
     "seq_length": 4096,
-    "micro_batch_size": 2,
+    "micro_batch_size": 8,
     "num_microbatches": 8,
     "vocab_size": 16384,
 }
-"""Of the timed GPTModel: layers like Qwen3-30B-A3B's."""
+"""Of the timed GPTModel: layers like Qwen3-30B-A3B's, as one of eight ranks has them."""
+NUM_LOCAL_EXPERTS: Final = 16
 CPU_SIZES: Final = {
     "num_layers": 2,
     "hidden_size": 64,
     "num_attention_heads": 4,
-    "num_experts": 8,
     "moe_ffn_hidden_size": 96,
     "seq_length": 64,
     "micro_batch_size": 2,
     "num_microbatches": 3,
 }
+NUM_CPU_EXPERTS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,50 +116,59 @@ def run(args: BenchArguments) -> int:
     if "RANK" not in os.environ:
         choose_device(args.device)
         return launch(own_command(), nproc=args.nproc)
-    with open_world(args.device, speed=None) as world, bench_megatron.environment(world.device):
+    args = replace(args, emulate="none")
+    with (
+        open_world(args.device, speed=None) as world,
+        fsdp_environment(_sharded(args), world.device),
+        bench_megatron.environment(world.device),
+    ):
+        console = Console(quiet=world.rank != 0)
+        result: dict[str, Any] = {"num_ranks": world.size}
         with running():
-            result = _result(args, world)
+            for part in _parts(args, world):
+                result |= part
+                for table in tables(result["num_ranks"], part):
+                    console.print(table)
         if world.rank == 0:
             write_json(args.json, result)
             if args.plot is not None:
                 draw(result["steps"], args.plot)
-            for table in tables(result):
-                Console().print(table)
     return 0 if result["is_right"] else 1
 
 
-def _result(args: BenchArguments, world: World) -> dict[str, Any]:
+def _parts(args: BenchArguments, world: World) -> Iterator[dict[str, Any]]:
     is_gpu = world.device.type == "cuda"
     has_te = is_gpu and find_spec("transformer_engine") is not None
     models = [model for model in MODELS if has_te or model.impl is TransformerImpl.LOCAL]
     parity = parity_of(models, tuple(STRATEGIES), world)
+    yield {"parity": parity}
     left_out: list[str] = []
     if not has_te:
         left_out.append("Transformer Engine's layers: they need it, and a GPU")
-    overlaps, are_all_there = None, True
+    are_all_there = True
     if is_gpu and torch.cuda.device_count() >= world.size > 1:
         found = profiled_overlaps(Meshes.of(world, world.size).dense)
         overlaps = {str(step + 1): str(overlap) for step, overlap in found.items()}
         mine = all(overlap.are_all_there for overlap in found.values())
         are_all_there = all(world.gathered(mine))
+        yield {"overlaps": overlaps}
     else:
         left_out.append("the profiler's proof of overlap: it needs a GPU for each rank")
     sizes = replace(
         args,
         **(GPU_SIZES if is_gpu else CPU_SIZES),
-        emulate="none",
+        num_experts=NUM_LOCAL_EXPERTS * world.size if is_gpu else NUM_CPU_EXPERTS,
         transformer_impl=TransformerImpl.TRANSFORMER_ENGINE if has_te else TransformerImpl.LOCAL,
     )
-    steps = bench_megatron.measure(sizes, RealWorld(world))
+    yield {"steps": bench_megatron.measure(sizes, RealWorld(world))}
+    gc.collect()  # its models
+    yield {"sharded": bench_megatron.measure(_sharded(sizes), RealWorld(world))}
     is_right = all(cell == Parity.BITWISE for row in parity.values() for cell in row.values())
-    return {
-        "num_ranks": world.size,
-        "parity": parity,
-        "overlaps": overlaps,
-        "steps": steps,
-        "left_out": left_out,
-        "is_right": is_right and are_all_there,
-    }
+    yield {"left_out": left_out, "is_right": is_right and are_all_there}
+
+
+def _sharded(args: BenchArguments) -> BenchArguments:
+    return replace(args, data_parallel_sharding_strategy=Strategy.OPTIM_GRADS_PARAMS)
 
 
 # ---- parity --------------------------------------------------------------------------------------
@@ -232,28 +245,31 @@ def _batches(world: World) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
 # ---- for people ----------------------------------------------------------------------------------
 
 
-def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """The result, part by part."""
-    shown = Table(
-        title=f"against the same training without overlap, {result['num_ranks']} ranks, "
-        f"{NUM_STEPS} steps: losses, gradients, weights"
-    )
-    for column in ("model, strategy", *COLUMNS):
-        shown.add_column(column)
-    for title, row in result["parity"].items():
-        shown.add_row(title, *(row[column] for column in COLUMNS))
-    yield shown
-    if result["overlaps"] is not None:
+def tables(num_ranks: int, part: Mapping[str, Any]) -> Iterator[Table]:
+    """Those of one part of the result."""
+    if "parity" in part:
+        shown = Table(
+            title=f"against the same training without overlap, {num_ranks} ranks, "
+            f"{NUM_STEPS} steps: losses, gradients, weights"
+        )
+        for column in ("model, strategy", *COLUMNS):
+            shown.add_column(column)
+        for title, row in part["parity"].items():
+            shown.add_row(title, *(row[column] for column in COLUMNS))
+        yield shown
+    if "overlaps" in part:
         shown = Table(title="under GEMMs, by the profiler")
         shown.add_column("step")
         shown.add_column("found")
-        for step, found in result["overlaps"].items():
+        for step, found in part["overlaps"].items():
             shown.add_row(step, str(found))
         yield shown
-    yield bench_megatron.table(result["steps"])
-    if result["left_out"]:
+    for name in ("steps", "sharded"):
+        if name in part:
+            yield bench_megatron.table(part[name])
+    if part.get("left_out"):
         shown = Table(title="left out")
         shown.add_column("what, and why")
-        for what in result["left_out"]:
+        for what in part["left_out"]:
             shown.add_row(what)
         yield shown

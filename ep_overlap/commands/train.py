@@ -51,6 +51,7 @@ def overlap_config(args: TrainArguments) -> OverlapConfig:
         order_text=read_order(order) if isinstance(order, Path) else None,
         delay_wgrad=args.delay_wgrad_compute,
         dispatch_over_wgrad=args.overlap_dispatch_backward_with_experts_wgrad,
+        recompute_granularity="full" if args.recomputes_layers else None,
         max_unsharded_units=args.max_unsharded_units,
         trace=args.trace is not None,
     )
@@ -65,7 +66,7 @@ def _train(args: TrainArguments, world: World) -> None:
     if args.load is not None:
         load(args.load, trainee, world, lr=args.lr)
     stepper: Stepper
-    if args.overlap_moe_expert_parallel_comm or args.overlap_dispatch_backward_with_experts_wgrad:
+    if args.is_scheduled:
         stepper = ScheduledStep(trainee, overlap_config(args), world)
     else:
         stepper = StandardStep(

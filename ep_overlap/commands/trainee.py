@@ -55,6 +55,8 @@ class Recipe:
     grad_reduce_in_bf16: bool = False
     fuse_wgrad: bool = False
     """Write weight gradients straight into the reduction's input."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of layers that the model recomputes: megatron-core's setting, of its model alone."""
     force_load_balancing: bool = False
     """Spread tokens evenly over the experts, whatever the router says: for measuring."""
 
@@ -214,6 +216,7 @@ def _build_parts(
                 force_load_balancing=recipe.force_load_balancing,
                 transformer_impl=recipe.transformer_impl.value,
                 dtype=dtype,
+                settings=_recompute(recipe.recompute_modules),
             ),
             groups,
             seed=recipe.seed,
@@ -224,6 +227,13 @@ def _build_parts(
         )
     )
     return parts, mean_loss, parts.batch
+
+
+def _recompute(modules: Sequence[str]) -> dict[str, object]:
+    """Selective, by megatron-core's names."""
+    if not modules:
+        return {}
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 class Stepper(Protocol):

@@ -232,7 +232,7 @@ def process_groups(
 
 @torch.no_grad()
 def initialise(model: MegatronModel, seed: int) -> None:
-    """Draw every weight matrix anew, each from a seed of its own global name.
+    """Draw every weight matrix anew, each from a seed of its own global name; biases are 0.
 
     Built as they are, ranks with one seed would hold equal experts, and the weights that follow
     them would depend on how many experts a rank has.
@@ -242,7 +242,9 @@ def initialise(model: MegatronModel, seed: int) -> None:
     assert config.output_layer_init_method is not None, "TransformerConfig fills it in"
     with torch.random.fork_rng(devices=()):
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # a norm's weight, which stays 1
+            if name.rpartition(".")[2].startswith("bias"):
+                parameter.zero_()  # megatron-core leaves it as its memory was
+            if parameter.dim() == 1:  # a norm's weight stays 1
                 continue
             whole_name = global_name(model, name)
             torch.manual_seed(zlib.crc32(f"{seed}.{whole_name}".encode()))

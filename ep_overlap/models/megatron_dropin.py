@@ -100,6 +100,7 @@ class ForwardBackward:
         max_unsharded_units: see ``OverlapConfig``.
         recompute_granularity: see ``OverlapConfig``; megatron-core's own config takes no ``"full"``
             beside its overlap flag.
+        cuda_graphs: whether attention is replayed from CUDA graphs: see ``GPTParts``.
         lifecycle_of: for a sharding core of one's own.
 
     Raises:
@@ -112,6 +113,7 @@ class ForwardBackward:
         order: OrderName | str | None = None,
         max_unsharded_units: int | None = None,
         recompute_granularity: Literal["full"] | None = None,
+        cuda_graphs: bool = False,
         lifecycle_of: LifecycleOf | None = None,
     ) -> None:
         OverlapConfig(  # refuses here what it would refuse at the first step
@@ -123,6 +125,7 @@ class ForwardBackward:
         self._order = order
         self._max_unsharded_units = max_unsharded_units
         self._recompute_granularity: Literal["full"] | None = recompute_granularity
+        self._cuda_graphs = cuda_graphs
         self._lifecycle_of = lifecycle_of or _lifecycle_of
         self._built: dict[nn.Module, _Built] = {}
 
@@ -202,7 +205,12 @@ class ForwardBackward:
     def _of(self, model: nn.Module) -> "_Built":
         if model not in self._built:
             core = _core_of(model)
-            parts = GPTParts(core) if isinstance(core, GPTModel) else HybridParts(core)
+            graphs = self._cuda_graphs
+            parts = (
+                GPTParts(core, cuda_graphs=graphs)
+                if isinstance(core, GPTModel)
+                else HybridParts(core, cuda_graphs=graphs)
+            )
             _warn_of_hints(core.config)
             layers = [module for layer in parts.layers for module in modules_of(layer.module)]
             self._built[model] = _Built(

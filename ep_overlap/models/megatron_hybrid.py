@@ -1,11 +1,13 @@
 """megatron-core's HybridModel, cut into the parts that a schedule runs.
 
-Its decoder holds attention and what follows as layers of their own. Two neighbours are a layer of
-the schedule::
+Its decoder holds attention and what follows as layers of their own. Attention and what is right
+behind it are a layer of the schedule, and so is what stands alone::
 
-    pattern       *   E   *   -   *   E
-                  \\___/   \\___/   \\___/
-    schedule       L0      L1      L2          (MoE, dense, MoE)
+    pattern       *   E   *   -   E   *   *   E
+                  \\___/   \\___/   |   |   \\___/
+    schedule       L0      L1    L2  L3    L4       (MoE, dense, MoE, dense, MoE)
+
+An E alone is a layer with experts whose ``attn`` begins with their norm.
 
 What is before and after them is the model's own ``forward``, run with another decoder: for ``pre``
 one that returns what it is given, for ``post`` one that has no layers but the final norm.
@@ -15,7 +17,7 @@ one that returns what it is given, for ``post`` one that has no layers but the f
 # pyright: reportPrivateUsage=false
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, cast, final
 
@@ -43,27 +45,25 @@ except ImportError as error:
 class HybridParts(MegatronParts[HybridModel]):
     """A HybridModel as the schedule sees it.
 
-    On CPU, use it inside ``megatron_on_cpu``. Its layers are ``JoinedModules``: shard each of a
-    layer's two modules, and then the model.
+    On CPU, use it inside ``megatron_on_cpu``. A layer of two modules is ``JoinedModules``: shard
+    each (``modules_of``), and then the model.
+
+    Args:
+        model: as a script has built it.
+        cuda_graphs: see ``GPTParts``.
 
     Raises:
-        ValueError: the model uses something that the parts leave out, or its layers are no pairs.
+        ValueError: the model uses something that the parts leave out, or layers of other kinds.
     """
 
-    def __init__(self, model: HybridModel) -> None:
+    def __init__(self, model: HybridModel, *, cuda_graphs: bool = False) -> None:
         symbols = "".join(_decoder(model).layer_type_list)
-        _refuse(symbols, _unpaired(symbols))  # first: a setting may be of layers of another kind
+        _refuse(symbols, _unknown(symbols))  # first: a setting may be of layers of another kind
         refuse_unsupported(model)
         layers = [cast(TransformerLayer, layer) for layer in _decoder(model).layers]
         for index, layer in enumerate(layers):
             _refuse(symbols, _unlike_its_symbol(index, layer, symbols[index]))
-        super().__init__(
-            model,
-            [
-                Halves(attention, rest, JoinedModules([attention, rest]))
-                for attention, rest in zip(layers[::2], layers[1::2], strict=True)
-            ],
-        )
+        super().__init__(model, list(_halves(layers, symbols)), cuda_graphs=cuda_graphs)
 
     def pre(self, state: GPTState) -> Tensor:
         """As there."""
@@ -116,7 +116,7 @@ def _with_decoder(model: HybridModel, decoder: nn.Module) -> HybridModel:
     return own
 
 
-# ---- which layers are pairs ----------------------------------------------------------------------
+# ---- which layers there are ----------------------------------------------------------------------
 
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -129,6 +129,7 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         Symbols.MLA: "multi-latent attention",
     }
 )
+_FIRST: Final = (Symbols.ATTENTION, Symbols.MLA)
 _SECOND: Final = (Symbols.MOE, Symbols.MLP)
 
 
@@ -136,35 +137,48 @@ def _refuse(symbols: str, problem: str | None) -> None:
     if problem is not None:
         raise ValueError(
             f"this HybridModel cannot be cut into parts: of its pattern {symbols!r}, {problem}. "
-            "Expected pairs of '*' (attention) and 'E' (experts) or '-' (an MLP); change the "
+            "Expected '*' and '+' (attention), 'E' (experts) and '-' (an MLP) alone; change the "
             "pattern, or turn overlap_moe_expert_parallel_comm off"
         )
 
 
-def _unpaired(symbols: str) -> str | None:
-    """What is wrong with a pattern; None: it consists of pairs."""
+def _unknown(symbols: str) -> str | None:
+    """What is wrong with a pattern; None: nothing."""
     for index, symbol in enumerate(symbols):
-        this = f"layer {index} is {symbol!r} ({_NAMES[symbol]})"
-        if symbol != Symbols.ATTENTION and symbol not in _SECOND:
-            return this
-        before = symbols[index - 1 : index]
-        if symbol in _SECOND and before != Symbols.ATTENTION:
-            return f"{this}, without '*' right before it"
-        if symbol == Symbols.ATTENTION and symbols[index + 1 : index + 2] not in _SECOND:
-            return f"{this}, without 'E' or '-' right after it"
+        if symbol not in (*_FIRST, *_SECOND):
+            return f"layer {index} is {symbol!r} ({_NAMES[symbol]})"
     return None if symbols else "nothing is a layer"
+
+
+def _halves(layers: Sequence[TransformerLayer], symbols: str) -> Iterator[Halves]:
+    """The layers of the schedule."""
+    for index, layer in enumerate(layers):
+        if symbols[index] in _FIRST and symbols[index + 1 : index + 2] not in _SECOND:
+            yield Halves(layer, None, layer)
+        elif symbols[index] in _SECOND and symbols[index - 1 : index] in _FIRST:
+            attention = layers[index - 1]
+            yield Halves(attention, layer, JoinedModules([attention, layer]))
+        elif symbols[index] in _SECOND:
+            yield Halves(None, layer, layer)
 
 
 def _unlike_its_symbol(index: int, layer: TransformerLayer, symbol: str) -> str | None:
     """A spec of one's own may build anything. What the parts do not call must do nothing."""
-    if symbol == Symbols.ATTENTION:
-        idle = {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "mlp": layer.mlp}
+    idle: dict[str, object]
+    if symbol in _FIRST:
+        idle = {
+            "pre_mlp_layernorm": layer.pre_mlp_layernorm,
+            "mlp": layer.mlp,
+            "mlp_bda": layer.mlp_bda,
+        }
     else:
         idle = {
             "input_layernorm": layer.input_layernorm,
             "self_attention": layer.self_attention,
+            "self_attn_bda": layer.self_attn_bda,
             "pre_cross_attn_layernorm": layer.pre_cross_attn_layernorm,
             "cross_attention": layer.cross_attention,
+            "cross_attn_bda": layer.cross_attn_bda,
         }
     for name, module in idle.items():
         if not isinstance(module, IdentityOp):

@@ -62,8 +62,9 @@ def build_hybrid(
     Args:
         sizes: of the model. ``num_layers``, ``mtp_num_layers`` and ``moe_layer_freq`` are not read:
             the pattern says them.
-        pattern: megatron-core's ``hybrid_layer_pattern``, of ``*`` (attention), ``E`` (experts) and
-            ``-`` (an MLP): ``*-*E/*E``, the last part for multi-token prediction.
+        pattern: megatron-core's ``hybrid_layer_pattern``, of ``*`` (attention), ``+`` (the same,
+            multi-latent), ``E`` (experts) and ``-`` (an MLP): ``*-*E/*E``, the last part for
+            multi-token prediction.
         groups: of its experts.
         seed: of its weights.
         device: where it is to be.
@@ -71,8 +72,9 @@ def build_hybrid(
         tensor_parallel: see ``build_gpt``.
 
     Raises:
-        ValueError: as ``build_gpt``; or the pattern has other symbols, or the layers are to be
-            Transformer Engine's, of which megatron-core's own spec builds a model.
+        ValueError: as ``build_gpt``; or the pattern has other symbols, or no layers for the
+            decoder, or ``+`` without ``multi_latent_attention`` in the settings; or the layers are
+            to be Transformer Engine's, of which megatron-core's own spec builds a model.
         RuntimeError: as ``build_gpt``.
     """
     check_world(sizes, groups)
@@ -81,10 +83,19 @@ def build_hybrid(
             f"transformer_impl is {sizes.transformer_impl!r}, expected 'local'; build a "
             "HybridModel of Transformer Engine's layers by megatron-core's hybrid_stack_spec"
         )
-    if others := sorted(set(pattern) - set("*E-/")):
+    if others := sorted(set(pattern) - set("*+E-/")):
         raise ValueError(
-            f"the pattern {pattern!r} has {', '.join(others)}, expected * (attention), E (experts) "
-            "and - (an MLP) alone; the others have no local layers"
+            f"the pattern {pattern!r} has {', '.join(others)}, expected * and + (attention), E "
+            "(experts) and - (an MLP) alone; the others have no local layers"
+        )
+    if not pattern.partition("/")[0]:
+        raise ValueError(
+            f"the pattern {pattern!r} has no layers of the decoder, expected some, such as *E"
+        )
+    if "+" in pattern and not sizes.settings.get("multi_latent_attention", False):
+        raise ValueError(
+            f"the pattern {pattern!r} has + (multi-latent attention), expected "
+            "multi_latent_attention in the settings; set it, or take *"
         )
     mtp = parse_hybrid_pattern(pattern)
     sizes = replace(
@@ -111,27 +122,24 @@ def build_hybrid(
 
 def _local_spec(config: TransformerConfig) -> ModuleSpec:
     """Of one kind of layer each, of what a layer of a GPTModel has."""
-    dense, sparse = (
+    dense, sparse, latent = (
         get_gpt_layer_local_submodules(
             num_experts=num_experts,
             qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=is_latent,
             normalization=config.normalization,
         )
-        for num_experts in (None, config.num_moe_experts)
+        for num_experts, is_latent in ((None, False), (config.num_moe_experts, False), (None, True))
     )
-    for layer in (dense, sparse):
+    for layer in (dense, sparse, latent):
         complete_local_layer(layer, config)
-    attention = TransformerLayerSubmodules(
-        input_layernorm=dense.input_layernorm,
-        self_attention=dense.self_attention,
-        self_attn_bda=dense.self_attn_bda,
-    )
-    attention_layer = ModuleSpec(module=TransformerLayer, submodules=attention)
+    attention_layer = _first_half(dense)
     mtp_layer = get_mtp_layer_spec_for_backend(attention_layer, LocalSpecProvider())
     return ModuleSpec(
         module=LocalHybridStack,
         submodules=HybridStackSubmodules(
             attention_layer=attention_layer,
+            mla_layer=_first_half(latent),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=_second_half(dense)),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=_second_half(sparse)),
             mtp_block_spec=ModuleSpec(
@@ -140,6 +148,15 @@ def _local_spec(config: TransformerConfig) -> ModuleSpec:
             ),
         ),
     )
+
+
+def _first_half(layer: TransformerLayerSubmodules) -> ModuleSpec:
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def _second_half(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:

@@ -23,9 +23,9 @@ Shape letters: S sequence, B batch, H hidden, T tokens on the way.
 # pyright: reportPrivateUsage=false
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 from torch import Tensor, nn
 
@@ -73,24 +73,32 @@ class GPTState:
 
 
 class Halves(NamedTuple):
-    """A layer of a schedule as the model holds it."""
+    """A layer of a schedule as the model holds it. In a HybridModel one half may be missing."""
 
-    attention: TransformerLayer
+    attention: TransformerLayer | None
     """Whose norm, attention and residual come first."""
-    rest: TransformerLayer
+    rest: TransformerLayer | None
     """Whose norm, MLP or experts, and residual follow; the same one in a GPTModel."""
     module: nn.Module
     """All of it (see ``LayerParts.module``)."""
 
 
+Attention = Callable[[Tensor, Any, Any], Tensor]
+"""``(hidden, attention_mask, rotary)`` to hidden, ``[S, B, H]``: norm, attention and residual."""
+
+AttentionOf = Callable[[TransformerLayer], Attention]
+"""How a layer's attention is run."""
+
+
 @final
 class MegatronDenseLayer:
-    """Attention and an MLP."""
+    """Attention and an MLP, or one of them: the other's node hands on what it gets."""
 
     moe: None = None
 
-    def __init__(self, halves: Halves) -> None:
+    def __init__(self, halves: Halves, attention_of: AttentionOf) -> None:
         self._halves = halves
+        self._attention = _attention_or_none(halves, attention_of)
 
     @property
     def kind(self) -> LayerKind:
@@ -104,38 +112,46 @@ class MegatronDenseLayer:
 
     def collectives(self, node: Node) -> Sequence[Collective]:
         """Those of tensor parallelism: around the attention, and around the MLP."""
-        return _gather_and_scatter(self._halves.attention)
+        half = self._halves.attention if node is Node.ATTN else self._halves.rest
+        return () if half is None else _gather_and_scatter(half)
 
     def attn(self, state: GPTState, hidden: Tensor) -> Tensor:
         """Attention and its residual."""
-        return _attention(self._halves.attention, state, hidden)
+        return self._attention(hidden, state.batch.attention_mask, state.rotary)
 
     def mlp(self, state: GPTState, hidden: Tensor) -> Tensor:
         """Norm, MLP and residual."""
-        return cast(Tensor, self._halves.rest._forward_mlp(hidden))
+        rest = self._halves.rest
+        return hidden if rest is None else cast(Tensor, rest._forward_mlp(hidden))
 
 
 @final
 class MegatronMoELayer:
-    """Attention and experts.
+    """Attention and experts, or experts alone.
 
     Args:
         halves: the second one's ``mlp`` is ``moe``.
         moe: its experts.
         index: of the schedule's layers.
+        attention_of: see there.
     """
 
-    def __init__(self, halves: Halves, moe: MoELayer, index: int) -> None:
+    def __init__(
+        self, halves: Halves, moe: MoELayer, index: int, attention_of: AttentionOf
+    ) -> None:
         dispatcher = cast(MoEAlltoAllTokenDispatcher, moe.token_dispatcher)
+        assert halves.rest is not None, "it holds the experts"
         self.moe = moe
         self._halves = halves
+        self._rest = halves.rest
+        self._attention = _attention_or_none(halves, attention_of)
         self._index = index
         self._exchange = dispatcher.ep_group
         self._counts = dispatcher.tp_ep_group
         self._shared_experts = cast(nn.Module | None, moe.shared_experts)
-        num_blocks = 1 if self._shared_experts is None else 2
+        num_blocks = (halves.attention is not None) + (self._shared_experts is not None)
         self._before_counts = (
-            *_gather_and_scatter(halves.attention) * num_blocks,
+            *_gather_and_scatter(halves.rest) * num_blocks,
             *router_collectives(moe),
         )
 
@@ -170,11 +186,10 @@ class MegatronMoELayer:
     def attn(self, state: GPTState, hidden: Tensor) -> tuple[Tokens, Carry]:
         """Attention, norm, shared experts, router, gather of token counts, permute."""
         moe = self._moe(state)
-        hidden = _attention(self._halves.attention, state, hidden)
-        rest = self._halves.rest
-        norm = apply_module(rest.pre_mlp_layernorm)
+        hidden = self._attention(hidden, state.batch.attention_mask, state.rotary)
+        norm = apply_module(self._rest.pre_mlp_layernorm)
         # Not ``_forward_pre_mlp_layernorm``: it keeps what it was given on the layer.
-        again = CheckpointWithoutOutput() if rest.recompute_pre_mlp_layernorm else None
+        again = CheckpointWithoutOutput() if self._rest.recompute_pre_mlp_layernorm else None
         normed = norm(hidden) if again is None else again.checkpoint(norm, hidden)
         shared = moe.shared_experts_compute(normed)
         probs, routing_map = moe.route(normed)
@@ -207,7 +222,7 @@ class MegatronMoELayer:
 
     def finish(self, state: GPTState, combined: Tensor, carry: Carry) -> Tensor:
         """Unpermute, add the shared experts' output and the residual."""
-        layer = self._halves.rest
+        layer = self._rest
         output = self._moe(state).postprocess(combined, carry.shared)
         add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
         with layer.bias_dropout_add_exec_handler():
@@ -219,12 +234,13 @@ class MegatronMoELayer:
         return moe
 
 
-def layer_of(halves: Halves, index: int) -> MegatronMoELayer | MegatronDenseLayer:
+def layer_of(
+    halves: Halves, index: int, attention_of: AttentionOf
+) -> MegatronMoELayer | MegatronDenseLayer:
     """Its parts, by what the second half consists of."""
-    moe = halves.rest.mlp
-    if isinstance(moe, MoELayer):
-        return MegatronMoELayer(halves, moe, index)
-    return MegatronDenseLayer(halves)
+    if halves.rest is not None and isinstance(halves.rest.mlp, MoELayer):
+        return MegatronMoELayer(halves, halves.rest.mlp, index, attention_of)
+    return MegatronDenseLayer(halves, attention_of)
 
 
 def _gather_and_scatter(layer: TransformerLayer) -> tuple[Collective, ...]:
@@ -233,11 +249,22 @@ def _gather_and_scatter(layer: TransformerLayer) -> tuple[Collective, ...]:
     return (*issued(tensor_parallel, GATHER), *issued(tensor_parallel, SCATTER))
 
 
-def _attention(layer: TransformerLayer, state: GPTState, hidden: Tensor) -> Tensor:
-    hidden, _ = layer._forward_attention(
-        hidden, attention_mask=state.batch.attention_mask, rotary_pos_emb=state.rotary
-    )
-    return hidden
+def called_attention(layer: TransformerLayer) -> Attention:
+    """By megatron-core's own method."""
+
+    def attention(hidden: Tensor, attention_mask: Any, rotary: Any) -> Tensor:
+        hidden, _ = layer._forward_attention(
+            hidden, attention_mask=attention_mask, rotary_pos_emb=rotary
+        )
+        return hidden
+
+    return attention
+
+
+def _attention_or_none(halves: Halves, attention_of: AttentionOf) -> Attention:
+    if halves.attention is None:
+        return lambda hidden, attention_mask, rotary: hidden
+    return attention_of(halves.attention)
 
 
 def with_own_dispatcher(moe: MoELayer) -> MoELayer:

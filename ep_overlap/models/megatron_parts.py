@@ -24,12 +24,14 @@ from ep_overlap.models.megatron_ends import (
     with_values,
 )
 from ep_overlap.models.megatron_globals import INSTALL_HINT
+from ep_overlap.models.megatron_graphs import graphed_attention
 from ep_overlap.models.megatron_layers import (
     GPTBatch,
     GPTState,
     Halves,
     MegatronDenseLayer,
     MegatronMoELayer,
+    called_attention,
     layer_of,
     with_own_dispatcher,
 )
@@ -69,12 +71,20 @@ class MegatronParts[ModelT: MegatronModel](ABC):
     Args:
         model: has been looked at (``refuse_unsupported``).
         layers: its decoder's, in order.
+        cuda_graphs: whether attention is replayed from CUDA graphs (``megatron_graphs.py``).
+
+    Raises:
+        ValueError: ``cuda_graphs``, and attention is none that can be replayed.
     """
 
-    def __init__(self, model: ModelT, layers: Sequence[Halves]) -> None:
+    def __init__(self, model: ModelT, layers: Sequence[Halves], *, cuda_graphs: bool) -> None:
         exchange_with_counts(model)
         self._model = model
-        self._layers = [layer_of(halves, index) for index, halves in enumerate(layers)]
+        self.replays_graphs = cuda_graphs
+        attention_of = graphed_attention if cuda_graphs else called_attention
+        self._layers = [
+            layer_of(halves, index, attention_of) for index, halves in enumerate(layers)
+        ]
         # Made once for the longest sequence; batches hold views of it.
         longest, device = model.max_sequence_length, next(model.parameters()).device
         self._positions = torch.arange(longest, device=device).unsqueeze(0)
@@ -104,8 +114,13 @@ class MegatronParts[ModelT: MegatronModel](ABC):
 
     @property
     def random_states(self) -> RandomStates | None:
-        """megatron-core's: the CPU's, the device's, and those of its tracker."""
-        return MegatronRandomStates() if self.draws_random else None
+        """megatron-core's: the CPU's, the device's, and those of its tracker. Routing by random
+        scores, for measuring, draws from them as well."""
+        config = self._model.config
+        routes_at_random = (
+            config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
+        )
+        return MegatronRandomStates() if self.draws_random or routes_at_random else None
 
     @property
     def shared_weights(self) -> Sequence[nn.Parameter]:
@@ -196,14 +211,20 @@ class GPTParts(MegatronParts[GPTModel]):
 
     On CPU, use it inside ``megatron_on_cpu``.
 
+    Args:
+        model: as a script has built it.
+        cuda_graphs: whether attention is replayed from CUDA graphs: for a step whose time is the
+            host's. On a GPU, with Transformer Engine's layers.
+
     Raises:
         ValueError: the model uses something that the parts leave out.
     """
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: GPTModel, *, cuda_graphs: bool = False) -> None:
         refuse_unsupported(model)
         layers = (cast(TransformerLayer, layer) for layer in model.decoder.layers)
-        super().__init__(model, [Halves(layer, layer, layer) for layer in layers])
+        halves = [Halves(layer, layer, layer) for layer in layers]
+        super().__init__(model, halves, cuda_graphs=cuda_graphs)
 
     def pre(self, state: GPTState) -> Tensor:
         """As there."""

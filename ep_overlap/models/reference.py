@@ -367,6 +367,11 @@ class MoETransformer(nn.Module):
         return False
 
     @property
+    def replays_graphs(self) -> bool:
+        """No."""
+        return False
+
+    @property
     def random_states(self) -> None:
         """None."""
 

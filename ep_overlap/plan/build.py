@@ -79,7 +79,8 @@ def plan_from_words(
     Raises:
         ValueError: a word is none, or no node's; the message names the line. Or there is no W node,
             or R nodes are there against ``recompute``, or not.
-        PlanError: the order does not hold; the message names the line and shows the grid.
+        PlanError: the order does not hold; the message names the line, says if the order is of
+            other sizes, and shows the grid.
     """
     words = _words_with_lines(text)
     if not words:
@@ -115,8 +116,28 @@ def plan_from_words(
         check_order(bare)
     except PlanError as error:
         line = words[error.step or 0][1]
-        raise PlanError(f"line {line}: {error}", step=error.step) from None
+        reason, _, shown = str(error).partition("\n")
+        reason += _other_sizes(nodes, bare)
+        raise PlanError(f"line {line}: {reason}\n{shown}", step=error.step) from None
     return _lower(bare)
+
+
+def _other_sizes(nodes: Sequence[Compute], plan: Plan) -> str:
+    """The end of an error: what the order is of, where that is not what the plan is of."""
+    num_layers = 1 + max(-1 if node.layer is None else node.layer for node in nodes)
+    num_microbatches = 1 + max(node.microbatch for node in nodes)
+    expected = (plan.shape.num_layers, plan.num_microbatches)
+    if (num_layers, num_microbatches) == expected:
+        return ""
+    return (
+        f": the order is of {_counted(num_layers, num_microbatches)}, expected "
+        f"{_counted(*expected)}; take an order of the model's sizes"
+    )
+
+
+def _counted(num_layers: int, num_microbatches: int) -> str:
+    layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
+    return f"{layers} and {num_microbatches} microbatch{'' if num_microbatches == 1 else 'es'}"
 
 
 def parse_words(text: str) -> list[Action]:

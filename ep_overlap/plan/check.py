@@ -115,11 +115,13 @@ def _collectives(
     return [(group, _BACKWARD_OP.get(op, op)) for group, op in reversed(forward)]
 
 
-def _fail(plan: Plan, step: int, reason: str) -> NoReturn:
+def _fail(plan: Plan, step: int, reason: str, *, marked: str = "") -> NoReturn:
+    """``marked``: what is, where it is not what ``reason`` begins with."""
     if not plan.actions:
         raise PlanError(f"{reason}\nThe plan is empty.")
     step = min(step, len(plan.actions) - 1)
-    raise PlanError(f"{reason}\n\n{grid(plan, around=step)}", step=step)
+    note = f"\nMarked: {marked}." if marked else ""
+    raise PlanError(f"{reason}{note}\n\n{grid(plan, around=step)}", step=step)
 
 
 def _expected_nodes(plan: Plan) -> list[Compute]:
@@ -164,7 +166,7 @@ def _check_nodes(plan: Plan) -> None:
         seen[action] = step
     for node in expected:
         if node not in seen:
-            _fail(plan, _place_of_missing(node, seen), f"{node} is missing (marked: its place)")
+            _fail(plan, _place_of_missing(node, seen), f"{node} is missing", marked="its place")
 
 
 def _place_of_missing(node: Compute, seen: Mapping[Compute, int]) -> int:
@@ -280,7 +282,7 @@ def _check_reductions(plan: Plan) -> None:
         if len(steps) < len(last):
             reason = f"REDUCE.{unit} is missing: expected {len(last)} a step, got {len(steps)}"
             place = _place_of_missing_reduce(sorted(last.values()), steps)
-            _fail(plan, place, f"{reason} (marked: the last node that gives it gradients)")
+            _fail(plan, place, reason, marked="the last node that gives it gradients")
 
 
 def _place_of_missing_reduce(completions: Sequence[int], reduces: Sequence[int]) -> int:

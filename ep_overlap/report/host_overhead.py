@@ -229,6 +229,10 @@ class _Model(nn.Module):
         return False
 
     @property
+    def replays_graphs(self) -> bool:
+        return False
+
+    @property
     def random_states(self) -> None:
         return None
 

@@ -40,6 +40,33 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
+def check_replayed(
+    *, device_type: str, strategy: str | None, delays: bool, recomputes: bool
+) -> None:
+    """Whether a schedule can run parts that are replayed from CUDA graphs.
+
+    Args:
+        device_type: where its streams are.
+        strategy: of its sharding.
+        delays: whether weight gradients are nodes of their own.
+        recomputes: whether whole layers are recomputed.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    unfit = {
+        f"a schedule on {device_type}, expected CUDA": device_type != "cuda",
+        "optim_grads_params, expected a strategy that leaves weights where they are": (
+            strategy == "optim_grads_params"
+        ),
+        "delayed weight gradients, expected those that a node's backward makes": delays,
+        "recompute_granularity='full', expected None": recomputes,
+    }
+    for found, is_so in unfit.items():
+        if is_so:
+            raise ValueError(f"cuda_graphs with {found}; leave cuda_graphs out, or change that")
+
+
 def _check_lane(
     group: ProcessGroup, user: Compute, users: list[tuple[ProcessGroup, Compute]]
 ) -> None:

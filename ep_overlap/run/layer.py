@@ -167,7 +167,13 @@ class ModelParts[BatchT, StateT](Protocol):
     @property
     def random_states(self) -> RandomStates | None:
         """Of the generators that forwards draw from, for recompute to draw again what was drawn;
-        None where ``draws_random`` is False."""
+        None where nothing is drawn."""
+        ...
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether pieces of its nodes are replayed from CUDA graphs (``cuda_graph.py``), which hold
+        their weights' addresses and make their weights' gradients."""
         ...
 
     @property

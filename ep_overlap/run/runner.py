@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+import torch
+
 from ep_overlap.plan.action import Action, Compute, Lane, Phase, Sync, UnitAction, UnitOp
 from ep_overlap.plan.lifetimes import release_points, wait_points
 from ep_overlap.plan.plan import Plan
@@ -75,6 +77,12 @@ class Program:
 
     def run(self) -> None:
         """Issue every action in order. Returns when all are issued, not when they are done."""
+        # Else the engine hands each backward on a GPU to that device's thread, and waits for it:
+        # 16% of the host's time of a step (docs/gpu.md).
+        with torch.autograd.set_multithreading_enabled(False):
+            self._issue()
+
+    def _issue(self) -> None:
         events: list[Event] = []
         for launch, waits, follows, drops in self._steps:
             events.append(launch([events[index] for index in waits]))

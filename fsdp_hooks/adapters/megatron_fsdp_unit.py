@@ -121,6 +121,8 @@ class FsdpLanes:
         if not _have_one_group(groups):
             self.rs = new_stream(kind, "rs", device=device)
         self._caller = CallerStream(device)
+        self.last_reduction: Event = NOTHING_DONE
+        """Of this step, in the order of issue."""
 
     def observe(self, observer: StreamObserver | None) -> None:
         """Let ``observer`` see the lanes."""
@@ -129,6 +131,7 @@ class FsdpLanes:
 
     def begin(self) -> None:
         """Nothing has come yet."""
+        self.last_reduction = NOTHING_DONE
         for bucket in self.buckets:
             bucket.begin()
         self._caller.hold(self.ag)  # protects the shards that the optimizer may still write
@@ -192,6 +195,7 @@ class FsdpLanes:
 
     def forget_reductions(self) -> None:
         """As ``forget_gathers``, and zero the gradients."""
+        self.last_reduction = NOTHING_DONE  # it may hold a failure, and the frames it came from
         reductions = self.fsdp.grad_reduce_pipeline
         reductions.wait_for_previous_grad_reduce(0)
         for ready in reductions.bucket_grad_ready_params:
@@ -295,16 +299,22 @@ class MegatronFsdpUnit:
         return self._lanes.ag.run(self._release, word=word or f"RESHARD.{self.name}", after=after)
 
     def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
-        """Issue the reductions of the buckets that are complete with this unit."""
+        """Issue the reductions of the buckets that are complete with this unit.
+
+        Where none is, the event is that of the last reduction before: whoever waits for it takes
+        all reductions so far to be done, and lets go of what they read.
+        """
         reduction = self._num_reductions
         self._num_reductions += 1
         ready = [b for b in self._reduced if b.is_complete_with(reduction, after)]
         if not ready:
             self._keep([])
-            return NOTHING_DONE
+            return self._lanes.last_reduction
         behind = [event for bucket in ready for event in bucket.take_after(reduction)]
         work = partial(self._reduce, ready, reduction)
-        return self._lanes.rs.run(work, word=word or f"REDUCE.{self.name}", after=behind)
+        word = word or f"REDUCE.{self.name}"
+        self._lanes.last_reduction = self._lanes.rs.run(work, word=word, after=behind)
+        return self._lanes.last_reduction
 
     def drop_reduced(self) -> None:
         """Let go of what the oldest reduction read: the comp lane has waited for it."""

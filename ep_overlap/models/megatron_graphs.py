@@ -1,0 +1,59 @@
+"""Attention of megatron-core's layers, replayed from CUDA graphs, and what is refused beside them.
+
+Of an MoE layer's nodes attention is what is the same for every microbatch: it has one shape, where
+experts get as many tokens as the router sends. megatron-core calls it ``cuda_graph_modules=attn``.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import nn
+
+from ep_overlap.models.megatron_globals import INSTALL_HINT
+from ep_overlap.models.megatron_layers import Attention, called_attention
+from ep_overlap.run.cuda_graph import GraphedFunction
+
+try:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+except ImportError as error:
+    raise ImportError(INSTALL_HINT) from error
+
+
+def graphed_attention(layer: TransformerLayer) -> Attention:
+    """Replayed while a schedule trains, called elsewhere.
+
+    Raises:
+        ValueError: the layer's attention is none that can be replayed.
+    """
+    for found, expected in _unfit(layer):
+        raise ValueError(
+            f"cuda_graphs with {found}, expected {expected}; leave cuda_graphs out, or change that"
+        )
+    return GraphedFunction(called_attention(layer), _modules_of_attention(layer))
+
+
+def _modules_of_attention(layer: TransformerLayer) -> list[nn.Module]:
+    return [cast(nn.Module, layer.input_layernorm), cast(nn.Module, layer.self_attention)]
+
+
+def _unfit(layer: TransformerLayer) -> Iterator[tuple[str, str]]:
+    config, attention = layer.config, cast(Any, layer.self_attention)
+    if type(attention.core_attention).__name__ != "TEDotProductAttention":
+        yield "local layers", "Transformer Engine's"
+    elif attention.attn_mask_type is not AttnMaskType.causal:
+        # Causal attention does not read the mask that a microbatch brings; others do.
+        yield f"mask {attention.attn_mask_type.name}", "causal"
+    if next(layer.parameters()).device.type != "cuda":
+        yield "a model on CPU", "one on CUDA"
+    if config.attention_dropout > 0 or config.hidden_dropout > 0:
+        yield "dropout", "none: a graph would draw the same numbers again"
+    if config.tensor_model_parallel_size > 1:
+        yield f"tensor_model_parallel_size {config.tensor_model_parallel_size}", "1"
+    if config.recompute_granularity is not None:
+        yield f"recompute_granularity {config.recompute_granularity!r}", "None"
+    tracker: Any = random.get_cuda_rng_tracker()
+    is_plain = isinstance(tracker, random.CudaRNGStatesTracker) and tracker.is_initialized()
+    if is_plain and not tracker.use_cudagraphable_rng:
+        yield "a tracker of random states that cannot be captured", "te_rng_tracker"
