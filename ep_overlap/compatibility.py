@@ -245,7 +245,10 @@ THEIR_LIMITS: Final = (
     Row(
         what="CUDA graphs of attention or the router",
         theirs=ACCEPTED,
-        remark=NOT_YET,
+        remark=(
+            "ask for attention's here: `ForwardBackward(cuda_graphs=True)`; the router's are not "
+            "built yet"
+        ),
         config={"cuda_graph_impl": "transformer_engine"},
     ),
     Row(

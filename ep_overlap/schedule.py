@@ -48,7 +48,7 @@ from fsdp_hooks.lifecycle import (
     lifecycle_of,
 )
 from fsdp_hooks.streams import Stream, StreamKind, StreamObserver, default_kind, new_stream
-from fsdp_hooks.wgrad import Wgrad
+from fsdp_hooks.wgrad import ManagedLayer, Wgrad
 from fsdp_hooks.wgrad_layers import check_sink, manage_wgrad
 
 
@@ -104,10 +104,12 @@ class OverlapSchedule:
                 "stream_kind out"
             )
         if model.replays_graphs:
+            modules = model.module.modules()
             check_replayed(
                 device_type=device.type,
                 strategy=self._lifecycle.strategy,
                 delays=config.delay_wgrad or config.dispatch_over_wgrad,
+                fuses=any(m.fuses_wgrad for m in modules if isinstance(m, ManagedLayer)),
                 recomputes=config.recompute_granularity is not None,
             )
         self._streams: Mapping[Lane, Stream] = {

@@ -1,12 +1,14 @@
 """What a schedule costs the host around a real GPTModel's nodes: megatron-core's own and ours.
 
-``python tests/host_cost.py`` prints the table: two ranks, EP2, tiny sizes, alternating steps in one
-process. CPU time of the calling thread (with worker threads: of the process, gloo's included), less
-what the nodes' callables and autograd's engine within them take; per overlapped pair of layers, as
-the difference of a deep and a shallow model. megatron-core builds a plan for every microbatch; that
-is told apart.
+``python tests/host_cost.py`` prints the table: two ranks, EP2, tiny sizes, without sharding and
+with ``optim_grads_params``, alternating steps in one process. CPU time of the calling thread (with
+worker threads: of the process, gloo's included), less what the nodes' callables, autograd's engine
+and gathers and reductions take; per overlapped pair of layers, as the difference of a deep and a
+shallow model. megatron-core builds a plan for every microbatch; that is told apart. Hooks of its
+FSDP v1 that a callable or the engine runs are within the callables.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,11 +18,30 @@ from statistics import median
 from time import process_time_ns, thread_time_ns
 from typing import Any
 
-from megatron_script import forward_step, microbatches, sizes
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron_script import SEQ_LENGTH, microbatches
 from rich.console import Console
 from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ep_overlap.commands.arguments import BenchArguments
+from ep_overlap.commands.bench_megatron import ForwardStep, environment
+from ep_overlap.commands.bench_megatron_models import ModelMaker, fsdp_environment
+from ep_overlap.commands.measured_world import RealWorld
+from ep_overlap.commands.world import World
+from ep_overlap.config import OverlapConfig
+from ep_overlap.models.megatron_parts import GPTParts, mean_loss
+from ep_overlap.plan.lower import Strategy
+from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
+from fsdp_hooks.collectives import new_torch_group
+from fsdp_hooks.context import Runtime
+from fsdp_hooks.precision import MixedPrecision
+from fsdp_hooks.shard import fully_shard
+from fsdp_hooks.streams import StreamKind
 
 NUM_LAYERS = 8
 NUM_MICROBATCHES = 4
@@ -35,6 +56,8 @@ class Inside:
 
     callables: int = 0
     plans: int = 0
+    depth: int = 0
+    """Of what is watched: what runs within something watched is counted with it."""
     undo: ExitStack = field(default_factory=ExitStack)
 
     def watch(self, owner: Any, name: str, counter: str = "callables") -> None:
@@ -42,10 +65,14 @@ class Inside:
 
         @wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return original(*args, **kwargs)
+            self.depth = 1
             started = thread_time_ns()
             try:
                 return original(*args, **kwargs)
             finally:
+                self.depth = 0
                 setattr(self, counter, getattr(self, counter) + thread_time_ns() - started)
 
         setattr(owner, name, timed)
@@ -66,6 +93,8 @@ def watching() -> Iterator[Inside]:
     for part in ("pre", "post"):
         inside.watch(megatron_parts.GPTParts, part)
     inside.watch(node, "_RUN_ENGINE")
+    for collective in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        inside.watch(dist, collective)
 
     construct = ScheduleNode.__init__
 
@@ -81,85 +110,146 @@ def watching() -> Iterator[Inside]:
         yield inside
 
 
-def gpt(num_layers: int) -> Any:
-    from ep_overlap.models.groups import new_expert_groups
-    from ep_overlap.models.megatron_build import build_gpt
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to run a step."""
 
-    model = build_gpt(sizes(num_layers=num_layers), new_expert_groups(2), seed=3)
-    model.config.overlap_moe_expert_parallel_comm = True
-    return model
+    name: str
+    is_ours: bool
+    is_sharded: bool = False
+    kind: StreamKind = StreamKind.INLINE
+    """Of our lanes. Inline all run in the calling thread, so that its CPU time is all there is."""
 
 
-def scripted(function: Callable[..., Any], num_layers: int) -> Callable[[], None]:
-    """A step of an unchanged script."""
-    model = gpt(num_layers)
+VARIANTS = (
+    Variant(name="megatron-core", is_ours=False),
+    Variant(name="ours", is_ours=True),
+    Variant(name="ours, worker threads", is_ours=True, kind=StreamKind.THREAD),
+    Variant(name="megatron-core over its FSDP v1", is_ours=False, is_sharded=True),
+    Variant(name="ours over fully_shard", is_ours=True, is_sharded=True),
+)
+
+
+def arguments(num_layers: int, *, is_sharded: bool) -> BenchArguments:
+    """Tiny sizes: what is left is the schedule."""
+    strategy = Strategy.OPTIM_GRADS_PARAMS if is_sharded else Strategy.NO_SHARD
+    return BenchArguments(
+        num_layers=num_layers,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_experts=4,
+        moe_ffn_hidden_size=16,
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=2,
+        num_microbatches=NUM_MICROBATCHES,
+        emulate="none",
+        data_parallel_sharding_strategy=strategy,
+    )
+
+
+def their_step(variant: Variant, num_layers: int, world: RealWorld) -> Callable[[], None]:
+    """megatron-core's, of an unchanged script."""
+    args = arguments(num_layers, is_sharded=variant.is_sharded)
+    made = ModelMaker(args, world).make(is_ours=False, overlap=True, delay=False)
+    forward_step = ForwardStep(SEQ_LENGTH, world.device)
+    pairs = [(tokens, labels) for tokens, labels, _ in microbatches(NUM_MICROBATCHES)]
 
     def step() -> None:
-        function(
+        forward_backward_no_pipelining(
             forward_step_func=forward_step,
-            data_iterator=microbatches(NUM_MICROBATCHES),
-            model=model,
+            data_iterator=iter(pairs),
+            model=made.whole,
             num_microbatches=NUM_MICROBATCHES,
-            seq_length=8,
+            seq_length=SEQ_LENGTH,
             micro_batch_size=2,
-            pg_collection=model.pg_collection,
+            pg_collection=made.pg_collection,
         )
+        made.clear_gradients()
 
     return step
 
 
-def inline(num_layers: int) -> Callable[[], None]:
-    """A step of ours, with all lanes in the calling thread."""
-    from ep_overlap.config import OverlapConfig
-    from ep_overlap.models.megatron import GPTParts, mean_loss
-    from ep_overlap.schedule import OverlapSchedule
-    from fsdp_hooks.streams import StreamKind
-
-    parts = GPTParts(gpt(num_layers))
+def our_step(variant: Variant, num_layers: int, world: RealWorld) -> Callable[[], None]:
+    """A schedule's, in megatron-core's order."""
+    args = arguments(num_layers, is_sharded=False)
+    made = ModelMaker(args, world).make(is_ours=True, overlap=True, delay=False)
+    parts = GPTParts(made.whole)
+    if variant.is_sharded:
+        shard(parts, world.size, Runtime(stream_kind=variant.kind))
     config = OverlapConfig(num_microbatches=NUM_MICROBATCHES, order="plain")
-    schedule = OverlapSchedule(parts, config, stream_kind=StreamKind.INLINE)
+    schedule = OverlapSchedule(parts, config, stream_kind=variant.kind)
     batches = [parts.batch(tokens, labels) for tokens, labels, _ in microbatches(NUM_MICROBATCHES)]
 
     def step() -> None:
         schedule.step(batches, mean_loss)
+        parts.module.zero_grad(set_to_none=variant.is_sharded)
 
     return step
 
 
-THREADS = "ours, drop-in, worker threads"
+def shard(parts: GPTParts, num_ranks: int, runtime: Runtime) -> None:
+    """As ``bench --against megatron`` does, on lanes of one's own."""
+    experts = frozenset(parts.expert_parameters())
+    everyone = init_device_mesh("cpu", (num_ranks,))
+    alone = DeviceMesh.from_group(new_torch_group([dist.get_rank()], "alone"), "cpu")
+    mp = MixedPrecision(reduce_dtype=torch.bfloat16)
+
+    def mesh_of(name: str, param: nn.Parameter) -> DeviceMesh:
+        return alone if param in experts else everyone
+
+    for layer in parts.layers:
+        fully_shard(layer.module, mesh=mesh_of, mp=mp)
+    fully_shard(parts.module, mesh=mesh_of, mp=mp, grad_divisor=num_ranks, runtime=runtime)
 
 
 def measure() -> dict[str, tuple[float, float, float]]:
     """By variant, us for each pair: outside the callables, plan building, within the callables."""
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-
-    from ep_overlap.models.megatron import ForwardBackward
-    from ep_overlap.models.megatron_cpu import megatron_schedule_on_cpu
-
     warnings.simplefilter("ignore")
-    makers: dict[str, Callable[[int], Callable[[], None]]] = {
-        "megatron-core": lambda depth: scripted(forward_backward_no_pipelining, depth),
-        "ours, inline": inline,
-        THREADS: lambda depth: scripted(ForwardBackward(order="plain"), depth),
-    }
-    with megatron_schedule_on_cpu(), watching() as inside:
-        steps = {name: (make(NUM_LAYERS), make(2 * NUM_LAYERS)) for name, make in makers.items()}
+    cpu = torch.device("cpu")
+    ranks = range(dist.get_world_size())
+    control = new_torch_group(ranks, "control")
+    world = RealWorld(
+        World(rank=dist.get_rank(), size=len(ranks), device=cpu, speed=None, control=control)
+    )
+    with (
+        fsdp_environment(arguments(1, is_sharded=True), cpu),
+        environment(cpu),
+        watching() as inside,
+    ):
+        steps = {
+            variant: tuple(
+                (our_step if variant.is_ours else their_step)(variant, depth, world)
+                for depth in (NUM_LAYERS, 2 * NUM_LAYERS)
+            )
+            for variant in VARIANTS
+        }
 
-        def cost(name: str, step: Callable[[], None]) -> tuple[int, int, int]:
+        def cost(variant: Variant, step: Callable[[], None]) -> tuple[int, int, int]:
             inside.callables = inside.plans = 0
-            clock = process_time_ns if name == THREADS else thread_time_ns
+            clock = process_time_ns if variant.kind is StreamKind.THREAD else thread_time_ns
             started = clock()
             step()
             whole = clock() - started
             return whole - inside.callables - inside.plans, inside.plans, inside.callables
 
-        times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
-        for number in range(NUM_ROUNDS + 2):  # two to warm up
-            for name, (shallow, deep) in steps.items():
-                less, more = cost(name, shallow), cost(name, deep)
-                if number >= 2:
-                    pair = zip(less, more, strict=True)
-                    times[name].append(tuple((b - a) / NUM_PAIRS / 1e3 for a, b in pair))
+        # Its passes would fall to whoever allocates next.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        times: dict[str, list[tuple[float, ...]]] = {variant.name: [] for variant in steps}
+        try:
+            for number in range(NUM_ROUNDS + 2):  # two to warm up
+                for variant, (shallow, deep) in steps.items():
+                    less, more = cost(variant, shallow), cost(variant, deep)
+                    if number >= 2:
+                        pair = zip(less, more, strict=True)
+                        times[variant.name].append(
+                            tuple((b - a) / NUM_PAIRS / 1e3 for a, b in pair)
+                        )
+                gc.collect()
+        finally:
+            gc.enable()
+            gc.unfreeze()
     return {
         name: tuple(median(column) for column in zip(*rounds, strict=True))  # type: ignore[misc]
         for name, rounds in times.items()

@@ -27,6 +27,7 @@ from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
 from ep_overlap.models.megatron_cpu import megatron_training_on_cpu
+from ep_overlap.models.megatron_globals import megatron_globals
 from ep_overlap.models.megatron_hybrid import HybridParts
 from ep_overlap.models.megatron_hybrid_build import build_hybrid
 from ep_overlap.models.megatron_parts import GPTBatch, GPTParts, mean_loss
@@ -63,7 +64,10 @@ class Case:
     dispatch_over: bool = False
     float16_module: bool = False
     """Within DDP, as scripts have it."""
-    kind: StreamKind = StreamKind.THREAD
+    device: str = "cpu"
+    transformer_engine: bool = False
+    """Whose layers, else megatron-core's local ones; needs a GPU."""
+    kind: StreamKind | None = None
 
     @property
     def on_standard_path(self) -> "Case":
@@ -104,6 +108,7 @@ class Trained:
     parts: GPTParts | HybridParts
     optimizer: MegatronOptimizer
     groups: Groups
+    device: str
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.ddp.module.named_parameters()
@@ -116,7 +121,7 @@ class Trained:
     def batches(self, step: int, num: int) -> list[GPTBatch]:
         seed = 1000 * step + 100 * dist.get_rank()
         return [
-            self.parts.batch(*random_tokens(seed + i, batch_size=2, seq_length=16))
+            self.parts.batch(*(tensor.to(self.device) for tensor in random_tokens(seed + i, 2, 16)))
             for i in range(num)
         ]
 
@@ -136,12 +141,14 @@ def trained(case: Case, groups: Groups) -> Trained:
         moe_layer_freq=case.freq,
         shared_expert_ffn_hidden_size=24 if case.shared else None,
         tied_embeddings=case.tied,
+        transformer_impl="transformer_engine" if case.transformer_engine else "local",
         dtype=case.dtype,
     )
     if case.pattern is None:
-        parts = GPTParts(build_gpt(sizes, groups.experts, seed=5))
+        parts = GPTParts(build_gpt(sizes, groups.experts, seed=5, device=case.device))
     else:
-        parts = HybridParts(build_hybrid(sizes, case.pattern, groups.experts, seed=5))
+        hybrid = build_hybrid(sizes, case.pattern, groups.experts, seed=5, device=case.device)
+        parts = HybridParts(hybrid)
     model = parts.module
     inside = Float16Module(model.config, model) if case.float16_module else model
     ddp_config = DistributedDataParallelConfig(**{"bucket_size": SMALL_BUCKETS, **case.ddp})
@@ -160,14 +167,15 @@ def trained(case: Case, groups: Groups) -> Trained:
     )
     model.config.no_sync_func = ddp.no_sync
     model.config.finalize_model_grads_func = finalize_model_grads
-    return Trained(ddp=ddp, parts=parts, optimizer=optimizer, groups=groups)
+    return Trained(ddp=ddp, parts=parts, optimizer=optimizer, groups=groups, device=case.device)
 
 
 @contextmanager
-def one_world() -> Generator[Groups]:
-    """Groups of the ranks, and megatron-core on CPU. On leaving, its process-wide choice of a
-    reduce-scatter is undone, which ``reduce_scatter_with_fp32_accumulation`` makes for good."""
-    with megatron_training_on_cpu():
+def one_world(device: str = "cpu") -> Generator[Groups]:
+    """Groups of the ranks, and what megatron-core needs there. On leaving, its process-wide choice
+    of a reduce-scatter is undone, which ``reduce_scatter_with_fp32_accumulation`` makes for
+    good."""
+    with megatron_training_on_cpu() if device == "cpu" else megatron_globals():
         theirs = param_and_grad_buffer.dist_reduce_scatter_func
         try:
             yield Groups.new()
@@ -264,7 +272,7 @@ def train_by_script(case: Case, model: Trained) -> Seen:
     def run(word: str, seed: int, **arguments: Any) -> None:
         logged = function(
             forward_step_func=forward_step,
-            data_iterator=[microbatches(case.microbatches, seed)],
+            data_iterator=[microbatches(case.microbatches, seed, device=case.device)],
             model=[ddp],
             num_microbatches=case.microbatches,
             seq_length=SEQ_LENGTH,
@@ -303,10 +311,11 @@ def unequal(got: Seen, expected: Seen) -> list[str]:
 
 
 def differences(cases: Sequence[Case]) -> dict[str, list[str]]:
-    """By case, what a schedule leaves otherwise than megatron-core's own path."""
+    """By case, what a schedule leaves otherwise than megatron-core's own path. On one device."""
     found: dict[str, list[str]] = {}
     expected: dict[str, Seen] = {}
-    with one_world() as groups:
+    (device,) = {case.device for case in cases}
+    with one_world(device) as groups:
         for case in cases:
             standard = case.on_standard_path
             if str(standard) not in expected:

@@ -26,6 +26,7 @@ from ep_overlap.models.megatron import get_forward_backward_func
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
 from ep_overlap.models.megatron_cpu import megatron_schedule_on_cpu
 from ep_overlap.models.megatron_cpu_fsdp import megatron_fsdp_on_cpu
+from ep_overlap.models.megatron_globals import megatron_schedule_globals
 from ep_overlap.models.megatron_hybrid import HybridParts
 from ep_overlap.models.megatron_hybrid_build import build_hybrid
 from ep_overlap.models.megatron_parts import GPTBatch, GPTParts, mean_loss
@@ -65,7 +66,12 @@ class Case:
     order: str | None = None
     delay: bool = False
     max_unsharded_units: int | None = None
-    kind: StreamKind = StreamKind.THREAD
+    kind: StreamKind | None = None
+    device: str = "cpu"
+    transformer_engine: bool = False
+    """Whose layers, else megatron-core's local ones; needs a GPU."""
+    optimizes: bool = True
+    """Whether a step ends with the optimizer's; else with its gradients."""
 
     @property
     def on_standard_path(self) -> "Case":
@@ -120,9 +126,15 @@ def _new_data_groups(experts: ExpertGroups, size: int) -> tuple[Any, Any]:
 
 
 @contextmanager
-def one_world(expert_parallel_size: int = 2) -> Generator[Groups]:
-    """Groups of the ranks, and megatron-core on CPU: its FSDP, its optimizers, its schedules."""
-    with megatron_fsdp_on_cpu(), megatron_schedule_on_cpu():
+def one_world(expert_parallel_size: int = 2, device: str = "cpu") -> Generator[Groups]:
+    """Groups of the ranks, and what megatron-core needs there: its FSDP, its optimizers, its
+    schedules."""
+    with ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(megatron_fsdp_on_cpu())
+            stack.enter_context(megatron_schedule_on_cpu())
+        else:
+            stack.enter_context(megatron_schedule_globals())
         yield Groups.new(expert_parallel_size)
 
 
@@ -135,12 +147,13 @@ class Trained:
     optimizer: MegatronOptimizer
     groups: Groups
     collection: ProcessGroupCollection
+    device: str
 
     def batches(self, step: int, num: int) -> list[GPTBatch]:
         seed = 1000 * step + 100 * dist.get_rank()
         return [
-            self.parts.batch(*random_tokens(seed + i, batch_size=BATCH_SIZE, seq_length=SEQ_LENGTH))
-            for i in range(num)
+            self.parts.batch(*(tensor.to(self.device) for tensor in tokens))
+            for tokens in (random_tokens(seed + i, BATCH_SIZE, SEQ_LENGTH) for i in range(num))
         ]
 
     def finalize(self) -> None:
@@ -160,13 +173,15 @@ def trained(case: Case, groups: Groups, **changed: Any) -> Trained:
         moe_layer_freq=case.freq,
         shared_expert_ffn_hidden_size=24 if case.shared else None,
         tied_embeddings=case.tied,
+        transformer_impl="transformer_engine" if case.transformer_engine else "local",
         dtype=case.dtype,
     )
     collection = groups.of(case)
     if case.pattern is None:
-        parts = GPTParts(build_gpt(sizes, groups.experts, seed=5))
+        parts = GPTParts(build_gpt(sizes, groups.experts, seed=5, device=case.device))
     else:
-        parts = HybridParts(build_hybrid(sizes, case.pattern, groups.experts, seed=5))
+        hybrid = build_hybrid(sizes, case.pattern, groups.experts, seed=5, device=case.device)
+        parts = HybridParts(hybrid)
     model = parts.module
     model.config.overlap_moe_expert_parallel_comm = case.overlap
     model.config.calculate_per_token_loss = case.per_token
@@ -201,7 +216,12 @@ def trained(case: Case, groups: Groups, **changed: Any) -> Trained:
     model.config.no_sync_func = fsdp.no_sync
     model.config.finalize_model_grads_func = finalize_model_grads
     return Trained(
-        fsdp=fsdp, parts=parts, optimizer=optimizer, groups=groups, collection=collection
+        fsdp=fsdp,
+        parts=parts,
+        optimizer=optimizer,
+        groups=groups,
+        collection=collection,
+        device=case.device,
     )
 
 
@@ -229,6 +249,8 @@ def train(case: Case, model: Trained, steps: Sequence[Step]) -> Seen:
         assert all(isinstance(param, DTensor) for _, param in named) or case.strategy == "no_shard"
         grads = {name: param.grad for name, param in named if param.grad is not None}
         seen |= {f"{index}.grad.{name}": local(grad) for name, grad in grads.items()}
+        if not case.optimizes:
+            continue
         _, norm, _ = model.optimizer.step()
         seen[f"{index}.norm"] = torch.tensor(norm)
         main = model.fsdp.param_and_grad_buffer.optimizer_named_parameters
@@ -260,7 +282,8 @@ def _step_of(model: Trained, forward_backward: Callable[..., Any]) -> Step:
             logged = {"loss": loss.detach().clone()}
             if not model.parts.module.config.calculate_per_token_loss:
                 return loss, logged
-            return output.float().sum(), torch.tensor(output.numel(), dtype=torch.int), logged
+            num_tokens = torch.tensor(output.numel(), dtype=torch.int, device=output.device)
+            return output.float().sum(), num_tokens, logged
 
         return output, loss_of
 
@@ -328,9 +351,10 @@ def differences(cases: Sequence[Case], expert_parallel_size: int = 2) -> dict[st
 
 
 def dropin_differences(cases: Sequence[Case]) -> dict[str, list[str]]:
-    """As ``differences``, of the drop-in."""
+    """As ``differences``, of the drop-in. On one device."""
     found: dict[str, list[str]] = {}
-    with one_world() as groups:
+    (device,) = {case.device for case in cases}
+    with one_world(device=device) as groups:
         for case in cases:
             standard = case.on_standard_path
             model = trained(standard, groups)

@@ -40,11 +40,16 @@ def sizes(**changed: Any) -> MegatronSizes:
     return replace(chosen, **changed)
 
 
-def microbatches(num: int, seed: int = 0, ranks_per_sequence: int = 1) -> Iterator[Microbatch]:
+def microbatches(
+    num: int,
+    seed: int = 0,
+    ranks_per_sequence: int = 1,
+    device: torch.device | str = "cpu",
+) -> Iterator[Microbatch]:
     """Other ones on every rank, but for those that share a sequence; a few tokens do not count."""
     seed = 1000 * seed + 100 * (dist.get_rank() // ranks_per_sequence)
     for index in range(num):
-        tokens, labels = random_tokens(seed + index, 2, SEQ_LENGTH)
+        tokens, labels = (x.to(device) for x in random_tokens(seed + index, 2, SEQ_LENGTH))
         yield tokens, labels, (labels % 5 != index % 5).float()
 
 
@@ -68,8 +73,9 @@ def forward_step(
 ) -> tuple[Any, LossFunc]:
     """As ``pretrain_gpt.py`` has it."""
     tokens, labels, mask = next(data)
-    positions = torch.arange(SEQ_LENGTH).expand(len(tokens), -1)
-    hidden = torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(SEQ_LENGTH, device=tokens.device).expand(len(tokens), -1)
+    every_pair = torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool, device=tokens.device)
+    hidden = every_pair.triu(1)[None, None]
     call = model.build_schedule_plan if return_schedule_plan else model
     output = call(tokens, positions, hidden, labels=labels, loss_mask=mask)
     return output, partial(loss_func, mask)
@@ -100,13 +106,16 @@ def script(
     logs of its losses begin anew."""
     torch.manual_seed(dist.get_rank())
     ranks_per_sequence = get_model_config(model).tensor_model_parallel_size
+    device = next(model.parameters()).device
     get_moe_metrics_tracker().metrics.clear()
     MTPLossLoggingHelper.tracker.clear()
     logged = [
         forward_backward(
             **{
                 "forward_step_func": forward_step,
-                "data_iterator": microbatches(num_microbatches, seed + step, ranks_per_sequence),
+                "data_iterator": microbatches(
+                    num_microbatches, seed + step, ranks_per_sequence, device
+                ),
                 "model": model,
                 "num_microbatches": num_microbatches,
                 "seq_length": SEQ_LENGTH,

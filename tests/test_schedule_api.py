@@ -27,6 +27,7 @@ from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
 from fsdp_hooks import fully_shard
 from fsdp_hooks.streams import StreamKind
+from fsdp_hooks.thread_state import ThreadState
 
 KINDS = [StreamKind.INLINE, StreamKind.THREAD]
 
@@ -67,6 +68,22 @@ def test_two_schedules_of_one_model_may_take_turns() -> None:
     expected = results(parts, first, case, 0)
     assert support.unequal(results(parts, second, case, 0), expected) == []
     assert support.unequal(results(parts, first, case, 0), expected) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_runs_in_the_thread_that_issues_it(kind: StreamKind) -> None:
+    case = Case(layers=2, microbatches=2, kind=kind)
+    parts = support.build(case)
+    schedule = OverlapSchedule(parts, case.config, stream_kind=kind)
+    seen: list[bool] = []
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        seen.append(ThreadState.capture().multithreaded_backward)
+        return support.loss_of(case)(output, batch)
+
+    schedule.step(support.batches(parts, case, 0), loss)
+    assert seen == [False, False]
+    assert ThreadState.capture().multithreaded_backward, "the caller's mode is its own again"
 
 
 # ---- evaluation ----------------------------------------------------------------------------------

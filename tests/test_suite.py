@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ep_overlap.commands import suite
+from ep_overlap.commands.argument_parser import parse
 from ep_overlap.commands.world import World
 from ep_overlap.testing import RankPool
 from fsdp_hooks.collectives import new_torch_group
@@ -35,6 +36,23 @@ def test_every_column_of_every_strategy_is_compared(ranks2: RankPool) -> None:
             for strategy in ("optim_grads", "optim_grads_params")
         }
         assert num_groups <= 8, "models that run one after another share them"
+
+
+def test_flags_that_it_does_not_read_change_nothing_that_is_timed() -> None:
+    command = "bench --suite multi-gpu --rounds 3 --device cpu"
+    unread = (
+        "--cuda-graphs --vocab-size 999 --data-parallel-sharding-strategy optim --num-layers 7 "
+        "--moe-router-force-biased -0.5 --max-unsharded-units 2 --emulate a2a=1GBps,dp=1GBps"
+    )
+    (_, plain), (_, others) = parse(command.split()), parse(f"{command} {unread}".split())
+    for is_gpu in (False, True):
+        sizes = [
+            suite.timed_sizes(args, num_ranks=2, is_gpu=is_gpu, has_te=is_gpu)
+            for args in (plain, others)
+        ]
+        assert sizes[0] == sizes[1]
+        assert (sizes[0].rounds, sizes[0].emulates_nothing) == (3, True)
+        assert sizes[0].num_experts == (32 if is_gpu else 8)
 
 
 def test_what_it_found_is_told_part_by_part() -> None:

@@ -245,7 +245,7 @@ class _Bench:
                 cuda_graphs=kind.graphs,
             )
         )
-        forward_step = _ForwardStep(args.seq_length, self._device)
+        forward_step = ForwardStep(args.seq_length, self._device)
 
         def step(batches: Sequence[Microbatch]) -> None:
             function(
@@ -319,7 +319,7 @@ class _Bench:
 
 
 @final
-class _ForwardStep:
+class ForwardStep:
     """As ``pretrain_gpt.py`` has it."""
 
     def __init__(self, seq_length: int, device: torch.device) -> None:

@@ -72,12 +72,11 @@ class ModelMaker:
         self._alone = new_torch_group([world.rank], "one_rank")
         self.is_sharded = args.data_parallel_sharding_strategy is not Strategy.NO_SHARD
         """Whether there are gathers and reductions."""
-        if self.is_sharded:
-            self._data = new_torch_group(range(world.size), "data")
         self._first: Any = None
         """The others are built like it: drawing weights takes seconds. Where models are sharded,
         and their weights soon elsewhere, it is none of those measured."""
         if self.is_sharded:
+            self._data = new_torch_group(range(world.size), "data")
             self._first = self._gpt(overlap=False, delay=False)
 
     def make(self, *, is_ours: bool, overlap: bool, delay: bool) -> MeasuredModel:

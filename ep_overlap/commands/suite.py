@@ -154,17 +154,24 @@ def _parts(args: BenchArguments, world: World) -> Iterator[dict[str, Any]]:
         yield {"overlaps": overlaps}
     else:
         left_out.append("the profiler's proof of overlap: it needs a GPU for each rank")
-    sizes = replace(
-        args,
-        **(GPU_SIZES if is_gpu else CPU_SIZES),
-        num_experts=NUM_LOCAL_EXPERTS * world.size if is_gpu else NUM_CPU_EXPERTS,
-        transformer_impl=TransformerImpl.TRANSFORMER_ENGINE if has_te else TransformerImpl.LOCAL,
-    )
+    sizes = timed_sizes(args, num_ranks=world.size, is_gpu=is_gpu, has_te=has_te)
     yield {"steps": bench_megatron.measure(sizes, RealWorld(world))}
     gc.collect()  # its models
     yield {"sharded": bench_megatron.measure(_sharded(sizes), RealWorld(world))}
     is_right = all(cell == Parity.BITWISE for row in parity.values() for cell in row.values())
     yield {"left_out": left_out, "is_right": is_right and are_all_there}
+
+
+def timed_sizes(
+    args: BenchArguments, *, num_ranks: int, is_gpu: bool, has_te: bool
+) -> BenchArguments:
+    """What is timed: on every machine of a kind the same, whatever other flags say."""
+    return replace(
+        BenchArguments(emulate="none", device=args.device, rounds=args.rounds),
+        **(GPU_SIZES if is_gpu else CPU_SIZES),
+        num_experts=NUM_LOCAL_EXPERTS * num_ranks if is_gpu else NUM_CPU_EXPERTS,
+        transformer_impl=TransformerImpl.TRANSFORMER_ENGINE if has_te else TransformerImpl.LOCAL,
+    )
 
 
 def _sharded(args: BenchArguments) -> BenchArguments:

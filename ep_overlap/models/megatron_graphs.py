@@ -4,6 +4,9 @@ Of an MoE layer's nodes attention is what is the same for every microbatch: it h
 experts get as many tokens as the router sends. megatron-core calls it ``cuda_graph_modules=attn``.
 """
 
+# TransformerLayer's attention and a module's hooks have no public names.
+# pyright: reportPrivateUsage=false
+
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -16,6 +19,7 @@ from ep_overlap.run.cuda_graph import GraphedFunction
 try:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
@@ -27,7 +31,9 @@ def graphed_attention(layer: TransformerLayer) -> Attention:
     Raises:
         ValueError: the layer's attention is none that can be replayed.
     """
-    for found, expected in _unfit(layer):
+    unfit = next(_unfit(layer), None)
+    if unfit is not None:
+        found, expected = unfit
         raise ValueError(
             f"cuda_graphs with {found}, expected {expected}; leave cuda_graphs out, or change that"
         )
@@ -38,8 +44,24 @@ def _modules_of_attention(layer: TransformerLayer) -> list[nn.Module]:
     return [cast(nn.Module, layer.input_layernorm), cast(nn.Module, layer.self_attention)]
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        each._forward_hooks
+        or each._forward_pre_hooks
+        or each._backward_hooks
+        or each._backward_pre_hooks
+        for each in module.modules()
+    )
+
+
 def _unfit(layer: TransformerLayer) -> Iterator[tuple[str, str]]:
     config, attention = layer.config, cast(Any, layer.self_attention)
+    read_by_own = type(layer)._forward_attention is TransformerLayer._forward_attention
+    if not (read_by_own and isinstance(layer.cross_attention, IdentityOp)):
+        yield (
+            f"a {type(layer).__name__} of its own attention",
+            "a TransformerLayer's self-attention",
+        )
     if type(attention.core_attention).__name__ != "TEDotProductAttention":
         yield "local layers", "Transformer Engine's"
     elif attention.attn_mask_type is not AttnMaskType.causal:
@@ -51,6 +73,12 @@ def _unfit(layer: TransformerLayer) -> Iterator[tuple[str, str]]:
         yield "dropout", "none: a graph would draw the same numbers again"
     if config.tensor_model_parallel_size > 1:
         yield f"tensor_model_parallel_size {config.tensor_model_parallel_size}", "1"
+    if config.multi_latent_attention:
+        yield "multi_latent_attention, whose angles may move", "plain attention"
+    if config.qk_clip or config.log_max_attention_logit:
+        yield "qk_clip or log_max_attention_logit, which the host keeps", "neither"
+    if any(map(_has_hooks, _modules_of_attention(layer))):
+        yield "hooks on attention's modules, which a replay would pass by", "none"
     if config.recompute_granularity is not None:
         yield f"recompute_granularity {config.recompute_granularity!r}", "None"
     tracker: Any = random.get_cuda_rng_tracker()

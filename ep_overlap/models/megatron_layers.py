@@ -98,7 +98,7 @@ class MegatronDenseLayer:
 
     def __init__(self, halves: Halves, attention_of: AttentionOf) -> None:
         self._halves = halves
-        self._attention = _attention_or_none(halves, attention_of)
+        self._attention = _attention_or_identity(halves, attention_of)
 
     @property
     def kind(self) -> LayerKind:
@@ -144,7 +144,7 @@ class MegatronMoELayer:
         self.moe = moe
         self._halves = halves
         self._rest = halves.rest
-        self._attention = _attention_or_none(halves, attention_of)
+        self._attention = _attention_or_identity(halves, attention_of)
         self._index = index
         self._exchange = dispatcher.ep_group
         self._counts = dispatcher.tp_ep_group
@@ -261,7 +261,7 @@ def called_attention(layer: TransformerLayer) -> Attention:
     return attention
 
 
-def _attention_or_none(halves: Halves, attention_of: AttentionOf) -> Attention:
+def _attention_or_identity(halves: Halves, attention_of: AttentionOf) -> Attention:
     if halves.attention is None:
         return lambda hidden, attention_mask, rotary: hidden
     return attention_of(halves.attention)

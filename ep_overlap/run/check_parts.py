@@ -41,7 +41,7 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
 
 
 def check_replayed(
-    *, device_type: str, strategy: str | None, delays: bool, recomputes: bool
+    *, device_type: str, strategy: str | None, delays: bool, fuses: bool, recomputes: bool
 ) -> None:
     """Whether a schedule can run parts that are replayed from CUDA graphs.
 
@@ -49,6 +49,7 @@ def check_replayed(
         device_type: where its streams are.
         strategy: of its sharding.
         delays: whether weight gradients are nodes of their own.
+        fuses: whether weight gradients are written straight where they go.
         recomputes: whether whole layers are recomputed.
 
     Raises:
@@ -60,6 +61,7 @@ def check_replayed(
             strategy == "optim_grads_params"
         ),
         "delayed weight gradients, expected those that a node's backward makes": delays,
+        "fused weight gradients, expected those that autograd adds up": fuses,
         "recompute_granularity='full', expected None": recomputes,
     }
     for found, is_so in unfit.items():

@@ -8,7 +8,8 @@
 
 Between its forward and its backward, a call's graphs hold what autograd has saved; so each call in
 flight has graphs of its own. They are captured when all others are in use: in a schedule's first
-steps, as many as it has microbatches in flight; later none.
+steps, as many as it has microbatches in flight; later none. A capture waits for the device, and its
+graphs keep the memory of what they save, and of the parameters' gradients, for good.
 
 ``torch.cuda.make_graphed_callables`` captures in the same way. It hands out the memory of its
 gradients, which autograd may take for the ``.grad`` that further microbatches add to; and it lets
@@ -18,8 +19,9 @@ no other thread, such as NCCL's watchdog, ask anything of CUDA meanwhile.
 # A module's own parameters, without a walk through it: this is the host's time for every call.
 # pyright: reportPrivateUsage=false
 
+import gc
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, final, override
 
@@ -31,7 +33,8 @@ NUM_WARMUPS: Final = 3
 """Of a function before it is captured: kernels are loaded and tuned, workspaces allocated."""
 
 _Key = tuple[torch.Size, torch.dtype, bool, tuple[tuple[int, bool], ...]]
-"""Of a tensor; of each parameter the address, and whether its gradient is wanted."""
+"""What graphs hold for: a tensor's shape, dtype and wish for a gradient, and of each parameter the
+address and such a wish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,11 @@ class _Captured:
     input: Tensor
     output: Tensor
     output_grad: Tensor
-    grads: tuple[Tensor | None, ...]
-    """Of the input, and of each parameter; None where none is wanted."""
+    input_grad: Tensor | None
+    parameter_grads: tuple[Tensor | None, ...]
+    """None where none is wanted, or the function does not read the parameter."""
+    constants: Sequence[Any]
+    """The graphs read them."""
 
 
 @final
@@ -66,8 +72,6 @@ class GraphedFunction:
 
     def __call__(self, tensor: Tensor, *constants: Any) -> Tensor:
         """``function`` of them. ``constants``: the same with every tensor of one shape."""
-        if not torch.is_grad_enabled():
-            return self._function(tensor, *constants)
         # Asked for at each call: a sharding core puts others in their place between steps.
         parameters = [
             parameter
@@ -75,6 +79,9 @@ class GraphedFunction:
             for parameter in module._parameters.values()
             if parameter is not None
         ]
+        wants_grad = tensor.requires_grad or any(p.requires_grad for p in parameters)
+        if not (wants_grad and torch.is_grad_enabled()):
+            return self._function(tensor, *constants)
         read = tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in parameters)
         key = (tensor.shape, tensor.dtype, tensor.requires_grad, read)
         idle = self._idle.setdefault(key, [])
@@ -123,8 +130,10 @@ class _Replay(torch.autograd.Function):
         call = ctx.lease.captured
         call.output_grad.copy_(grad)
         call.backward.replay()
-        # The very tensors, not aliases: as somebody holds them, autograd copies what is to stay.
-        return None, *call.grads
+        # The next replay writes over them. Of the input's gradient autograd may keep an alias; of a
+        # tensor that is not only its own, as the parameters' are here, it keeps a copy.
+        input_grad = None if call.input_grad is None else call.input_grad.clone()
+        return None, input_grad, *call.parameter_grads
 
 
 @contextmanager
@@ -160,27 +169,62 @@ def _capture(
     leaves = (static, *parameters)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     caller, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     aside.wait_stream(caller)  # protects the copy
     with torch.cuda.stream(aside):
         for _ in range(NUM_WARMUPS):
+            _warm_up(function, static, constants, wanted)
+        aside.synchronize()  # else the capture would begin in the middle of it
+        with _capturing(forward):
             output = function(static, *constants)
-            _gradients(output, wanted, torch.zeros_like(output))
+        output_grad = torch.empty_like(output)
+        with _capturing(backward, pool=forward.pool()):
+            made = iter(_gradients(output, wanted, output_grad))
     caller.wait_stream(aside)  # protects the memory that warming up has given back
-    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    # Of this thread alone: others, such as NCCL's watchdog, may ask CUDA for events meanwhile.
-    with torch.cuda.graph(forward, capture_error_mode="thread_local"):
-        output = function(static, *constants)
-    output_grad = torch.empty_like(output)
-    with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
-        made = iter(_gradients(output, wanted, output_grad))
+    input_grad, *parameter_grads = (next(made) if x.requires_grad else None for x in leaves)
     return _Captured(
         forward=forward,
         backward=backward,
         input=static.detach(),
         output=output.detach(),
         output_grad=output_grad,
-        grads=tuple(next(made) if leaf.requires_grad else None for leaf in leaves),
+        input_grad=input_grad,
+        parameter_grads=tuple(parameter_grads),
+        constants=constants,
     )
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Generator[None]:
+    """Capture what the current stream is given.
+
+    ``torch.cuda.graph`` does so, too; each time it collects all garbage and empties the allocator's
+    cache, which adds up to seconds.
+    """
+    # Garbage may hold what a capturing thread must not touch.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # Of this thread alone: others, such as NCCL's watchdog, may ask CUDA for events meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # of a capture that is not valid any more
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _warm_up(
+    function: Callable[..., Tensor], static: Tensor, constants: Sequence[Any], wanted: list[Tensor]
+) -> None:
+    # Nothing of it may live on: the leaves' gradients are bound to the stream of a graph that does.
+    output = function(static, *constants)
+    _gradients(output, wanted, torch.zeros_like(output))
 
 
 def _gradients(output: Tensor, wanted: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
