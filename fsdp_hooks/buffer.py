@@ -36,16 +36,14 @@ class FlatBuffer:
         if memory is None:
             memory = torch.empty(layout.numel, dtype=dtype, device=device)
         self._flat = memory
-
-    @property
-    def nbytes(self) -> int:
+        self._storage = memory.untyped_storage()
+        self.nbytes = memory.nbytes
         """Bytes when allocated."""
-        return self._flat.numel() * self._flat.element_size()
 
     @property
     def is_allocated(self) -> bool:
         """Whether the storage is there; always so without elements."""
-        return self._flat.numel() == 0 or self._flat.untyped_storage().size() > 0
+        return self.nbytes == 0 or self._storage.size() > 0
 
     @property
     def flat(self) -> Tensor:
@@ -57,17 +55,17 @@ class FlatBuffer:
         """Whether ``tensor`` is a view of this storage. Only asked while it is allocated."""
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return False  # a subclass may have no storage to ask for
-        ours = self._flat.untyped_storage().data_ptr()
+        ours = self._storage.data_ptr()
         return ours != 0 and tensor.untyped_storage().data_ptr() == ours
 
     def allocate(self) -> None:
         """Give the storage its memory back, with undefined content. Idempotent."""
         if not self.is_allocated:
-            self._flat.untyped_storage().resize_(self.nbytes)
+            self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
         """Free the memory; the storage object and its views stay. Idempotent."""
-        self._flat.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
     def param_view(self, extent: ParamExtent) -> Tensor:
         """The parameter's elements, in its shape.

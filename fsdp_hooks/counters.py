@@ -12,7 +12,9 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._stats = ShardingStats()
+        self._all_gathers = self._reduce_scatters = self._all_reduces = 0
+        self._hook_misses = 0
+        self._unsharded_bytes = self._peak_unsharded_bytes = 0
 
     def add(
         self,
@@ -25,17 +27,21 @@ class Counters:
     ) -> None:
         """Count what happened."""
         with self._lock:
-            stats = self._stats
-            live = stats.unsharded_bytes + unsharded_bytes
-            self._stats = ShardingStats(
-                num_all_gathers=stats.num_all_gathers + all_gathers,
-                num_reduce_scatters=stats.num_reduce_scatters + reduce_scatters,
-                num_all_reduces=stats.num_all_reduces + all_reduces,
-                hook_misses=stats.hook_misses + hook_misses,
-                unsharded_bytes=live,
-                peak_unsharded_bytes=max(stats.peak_unsharded_bytes, live),
-            )
+            self._all_gathers += all_gathers
+            self._reduce_scatters += reduce_scatters
+            self._all_reduces += all_reduces
+            self._hook_misses += hook_misses
+            self._unsharded_bytes += unsharded_bytes
+            self._peak_unsharded_bytes = max(self._peak_unsharded_bytes, self._unsharded_bytes)
 
     def read(self) -> ShardingStats:
         """The counts so far."""
-        return self._stats
+        with self._lock:
+            return ShardingStats(
+                num_all_gathers=self._all_gathers,
+                num_reduce_scatters=self._reduce_scatters,
+                num_all_reduces=self._all_reduces,
+                hook_misses=self._hook_misses,
+                unsharded_bytes=self._unsharded_bytes,
+                peak_unsharded_bytes=self._peak_unsharded_bytes,
+            )

@@ -83,6 +83,10 @@ class ParamGroup:
             parts=parts,
             keeps_whole=self.placements.param is Placement.REPLICATE,
         )
+        self.releases = self.weights.releases
+        """Whether the compute parameters' storage is given back between uses."""
+        self.gathers = not (self.weights.is_resident or self.weights.is_filled_locally)
+        """Whether other ranks are asked for the values of compute parameters."""
         shard_start, shard_stop = parts.shard(layout)
         self.gradients = Gradients(
             layout,
@@ -107,16 +111,6 @@ class ParamGroup:
         for held in self.placeholders:
             assert isinstance(held, Placeholder)
             held.unit_name = unit_name
-
-    @property
-    def releases(self) -> bool:
-        """Whether the compute parameters' storage is given back between uses."""
-        return self.weights.releases
-
-    @property
-    def gathers(self) -> bool:
-        """Whether other ranks are asked for the values of compute parameters."""
-        return not (self.weights.is_resident or self.weights.is_filled_locally)
 
     def owners(self) -> Iterator[nn.Module]:
         """The modules that hold the parameters; one may come twice."""

@@ -43,6 +43,15 @@ class FsdpUnit:
         self.name = name
         self.module = module
         self.groups = tuple(groups)
+        self.releases = any(group.releases for group in groups)
+        """Whether a reshard frees memory."""
+        self.gathers = any(group.gathers for group in groups)
+        """Whether compute parameters must be filled from other ranks, before every use or once a
+        step."""
+        self.is_trainable = any(group.requires_grad for group in groups)
+        """Whether any of its parameters takes a gradient."""
+        self.unsharded_bytes = sum(g.weights.whole.nbytes for g in groups if g.releases)
+        """Storage that a gather allocates and a release frees."""
         self._context = context
         self._state = UnitState.SHARDED
         self._stream_state = UnitState.SHARDED
@@ -63,30 +72,9 @@ class FsdpUnit:
         return self._state
 
     @property
-    def releases(self) -> bool:
-        """Whether a reshard frees memory."""
-        return any(group.releases for group in self.groups)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether compute parameters must be filled from other ranks, before every use or once a
-        step."""
-        return any(group.gathers for group in self.groups)
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether any of its parameters takes a gradient."""
-        return any(group.requires_grad for group in self.groups)
-
-    @property
     def reduces_each_microbatch(self) -> bool:
         """Whether each microbatch's gradients are reduced on their own."""
         return self._context.reduces_each_microbatch
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Storage that a gather allocates and a release frees."""
-        return sum(group.weights.whole.nbytes for group in self.groups if group.releases)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of storage that the unit's release frees."""

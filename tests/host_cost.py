@@ -147,7 +147,11 @@ def arguments(num_layers: int, *, is_sharded: bool) -> BenchArguments:
     )
 
 
-def their_step(variant: Variant, num_layers: int, world: RealWorld) -> Callable[[], None]:
+Step = tuple[Callable[[], None], Callable[[], None]]
+"""What is timed, and what makes ready for the next."""
+
+
+def their_step(variant: Variant, num_layers: int, world: RealWorld) -> Step:
     """megatron-core's, of an unchanged script."""
     args = arguments(num_layers, is_sharded=variant.is_sharded)
     made = ModelMaker(args, world).make(is_ours=False, overlap=True, delay=False)
@@ -164,12 +168,11 @@ def their_step(variant: Variant, num_layers: int, world: RealWorld) -> Callable[
             micro_batch_size=2,
             pg_collection=made.pg_collection,
         )
-        made.clear_gradients()
 
-    return step
+    return step, made.clear_gradients
 
 
-def our_step(variant: Variant, num_layers: int, world: RealWorld) -> Callable[[], None]:
+def our_step(variant: Variant, num_layers: int, world: RealWorld) -> Step:
     """A schedule's, in megatron-core's order."""
     args = arguments(num_layers, is_sharded=False)
     made = ModelMaker(args, world).make(is_ours=True, overlap=True, delay=False)
@@ -180,11 +183,10 @@ def our_step(variant: Variant, num_layers: int, world: RealWorld) -> Callable[[]
     schedule = OverlapSchedule(parts, config, stream_kind=variant.kind)
     batches = [parts.batch(tokens, labels) for tokens, labels, _ in microbatches(NUM_MICROBATCHES)]
 
-    def step() -> None:
-        schedule.step(batches, mean_loss)
+    def clear() -> None:
         parts.module.zero_grad(set_to_none=variant.is_sharded)
 
-    return step
+    return lambda: schedule.step(batches, mean_loss), clear
 
 
 def shard(parts: GPTParts, num_ranks: int, runtime: Runtime) -> None:
@@ -224,12 +226,14 @@ def measure() -> dict[str, tuple[float, float, float]]:
             for variant in VARIANTS
         }
 
-        def cost(variant: Variant, step: Callable[[], None]) -> tuple[int, int, int]:
+        def cost(variant: Variant, step: Step) -> tuple[int, int, int]:
+            run, clear = step
             inside.callables = inside.plans = 0
             clock = process_time_ns if variant.kind is StreamKind.THREAD else thread_time_ns
             started = clock()
-            step()
+            run()
             whole = clock() - started
+            clear()
             return whole - inside.callables - inside.plans, inside.plans, inside.callables
 
         # Its passes would fall to whoever allocates next.

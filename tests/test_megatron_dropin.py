@@ -620,6 +620,31 @@ def test_installed_or_not_what_is_not_overlapped_is_megatrons_own() -> None:
     assert unequal(got, expected) == []
 
 
+def test_what_is_installed_takes_options_and_the_last_ones_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[dict[str, Any]] = []
+    init = ForwardBackward.__init__
+
+    def noted(self: ForwardBackward, **options: Any) -> None:
+        taken.append(options)
+        init(self, **options)
+
+    monkeypatch.setattr(ForwardBackward, "__init__", noted)
+    original = schedules.get_forward_backward_func
+    install(order="paired")
+    install(order="plain", max_unsharded_units=2)
+    try:
+        taken.clear()
+        schedules.get_forward_backward_func(pp_size=1)
+        with pytest.raises(ValueError, match="pp_size=2"):
+            schedules.get_forward_backward_func(pp_size=2)
+    finally:
+        uninstall()
+    assert taken == [{"order": "plain", "max_unsharded_units": 2}]
+    assert schedules.get_forward_backward_func is original
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -631,5 +656,7 @@ def test_installed_or_not_what_is_not_overlapped_is_megatrons_own() -> None:
 def test_a_wrong_option_is_refused_before_there_is_a_model(
     options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
-        ForwardBackward(**options)
+    for take in (ForwardBackward, install):
+        with pytest.raises(ValueError, match=words):
+            take(**options)
+    assert schedules.get_forward_backward_func().__name__ == "forward_backward_no_pipelining"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final, Literal, cast, final
+from typing import Any, Final, Literal, TypedDict, Unpack, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,13 @@ def get_forward_backward_func(
     Raises:
         ValueError: pipeline stages, or several grids.
     """
+    _refuse_stages(pp_size, vp_size, schedule_pg_collection)
+    return ForwardBackward()
+
+
+def _refuse_stages(
+    pp_size: int | None, vp_size: int | None, schedule_pg_collection: object | None
+) -> None:
     if pp_size is None and vp_size is None and parallel_state.model_parallel_is_initialized():
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -83,7 +90,6 @@ def get_forward_backward_func(
                 f"{name}={size}, expected 1: pipeline stages are not built yet; take megatron-"
                 "core's own get_forward_backward_func"
             )
-    return ForwardBackward()
 
 
 LifecycleOf = Callable[[nn.Module, Sequence[nn.Module]], RootLifecycle | None]
@@ -416,32 +422,58 @@ def _lifecycle_of(model: nn.Module, layers: Sequence[nn.Module]) -> RootLifecycl
 _THEIRS: Final = schedules.get_forward_backward_func
 
 
-def _installed(
-    pp_size: int | None = None,
-    vp_size: int | None = None,
-    schedule_pg_collection: object | None = None,
-) -> ForwardBackward:
+class Options(TypedDict, total=False):
+    """``ForwardBackward``'s."""
+
+    order: OrderName | str | None
+    max_unsharded_units: int | None
+    recompute_granularity: Literal["full"] | None
+    cuda_graphs: bool
+    lifecycle_of: LifecycleOf | None
+
+
+@final
+class _Installed:
     """Ours, told from one that a script has imported itself, which stays."""
-    return get_forward_backward_func(pp_size, vp_size, schedule_pg_collection)
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __call__(
+        self,
+        pp_size: int | None = None,
+        vp_size: int | None = None,
+        schedule_pg_collection: object | None = None,
+    ) -> ForwardBackward:
+        _refuse_stages(pp_size, vp_size, schedule_pg_collection)
+        return ForwardBackward(**self._options)
 
 
-def install() -> None:
+def install(**options: Unpack[Options]) -> None:
     """Put our ``get_forward_backward_func`` wherever megatron-core's has been imported so far, and
-    where it will be imported from. What a script has got from megatron-core's before stays."""
-    _replace(_THEIRS, _installed)
+    where it will be imported from. What a script has got from megatron-core's before stays.
+
+    Args:
+        options: ``ForwardBackward``'s.
+
+    Raises:
+        ValueError: an option is unknown or out of range; nothing is replaced then.
+    """
+    ForwardBackward(**options)
+    _replace(lambda value: value is _THEIRS or type(value) is _Installed, _Installed(options))
 
 
 def uninstall() -> None:
     """Put megatron-core's back."""
-    _replace(_installed, _THEIRS)
+    _replace(lambda value: type(value) is _Installed, _THEIRS)
 
 
-def _replace(old: object, new: object) -> None:
+def _replace(is_old: Callable[[object], bool], new: object) -> None:
     """In all modules but this one, under whatever name."""
     for module in list(sys.modules.values()):
         # Not all that scripts put there are modules.
         if not isinstance(module, ModuleType) or module.__name__ == __name__:  # pyright: ignore[reportUnnecessaryIsInstance]
             continue
         for name, value in list(vars(module).items()):
-            if value is old:
+            if is_old(value):
                 setattr(module, name, new)

@@ -89,12 +89,15 @@ class HandOff:
         leaves: list[Tensor | None] = []
         has_large = False
         for tensor in sent:
-            if tensor is not None:
-                requires_grad = tensor.requires_grad
-                tensor = tensor.detach()
-                tensor.requires_grad = requires_grad
-                has_large = has_large or tensor.nbytes >= MIN_BYTES
-            leaves.append(tensor)
+            if tensor is None:
+                leaves.append(None)
+                continue
+            leaf = tensor.detach()
+            if tensor.requires_grad:
+                leaf.requires_grad = True
+            if tensor.nbytes >= MIN_BYTES:
+                has_large = True
+            leaves.append(leaf)
         self._has_large = has_large
         # ``_make`` of a named tuple, without the call: this runs for every hand-off.
         self._received = received = tuple.__new__(type(sent), leaves)
