@@ -651,6 +651,7 @@ def test_what_is_installed_takes_options_and_the_last_ones_hold(
         ({"recompute_granularity": "selective"}, "recompute_granularity 'selective'"),
         ({"order": "pair"}, "unknown order 'pair'"),
         ({"max_unsharded_units": 0}, "max_unsharded_units"),
+        ({"cuda_graphs": "yes"}, "cuda_graphs is 'yes', expected True or False"),
     ],
 )
 def test_a_wrong_option_is_refused_before_there_is_a_model(

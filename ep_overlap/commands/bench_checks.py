@@ -117,7 +117,7 @@ def measurement_remarks(args: BenchArguments) -> Iterator[str]:
         yield from _unused_by_fusion(args)
     elif args.suite is not None:
         for name in _given_beside(args, "suite", "json", "plot", "nproc", "device", "rounds"):
-            yield f"{spelled(name)} has no effect with --suite: its sizes are fixed"
+            yield f"{spelled(name)} has no effect with --suite, which runs the same everywhere"
     elif args.sharding:
         yield from _unused_by_sharding(args)
         yield from _unused_without_megatron(args)

@@ -11,6 +11,8 @@ cost::
 
     hidden = 1 - (step - compute alone) / (time that the links take)
 
+It is told where exchanges take a twentieth of compute or more.
+
 With ``--data-parallel-sharding-strategy`` megatron-core's models are in its FSDP v1 and ours in
 ``fully_shard``; gathers and reductions are then in the difference, too, and no share is told.
 
@@ -48,6 +50,8 @@ from ep_overlap.report.steps_picture import draw
 
 NUM_WARMUP_ROUNDS: Final = 1
 COMPUTE: Final = "compute alone"
+_LEAST_SHARE: Final = 0.05
+"""Of compute, that exchanges must take for their hidden share to be told."""
 _GIB: Final = 2**30
 
 Microbatch = tuple[Tensor, Tensor]
@@ -275,6 +279,8 @@ class _Bench:
             compute_s = median(times[COMPUTE])
         else:
             compute_s = median(times[standard.kind.name]) - (link_s or 0.0)
+        # Below that, it would be noise of the steps over next to nothing.
+        tells_share = not self._models.is_sharded and (link_s or 0) > _LEAST_SHARE * compute_s
         theirs = [v.kind.name for v in self.variants if v.kind.order is None and v.kind.has_links]
         best = min(theirs, key=lambda name: median(times[name]))
         variants: dict[str, Any] = {}
@@ -287,7 +293,7 @@ class _Bench:
                 "step_time_s": step_time_s,
                 "of_best": median(ours / theirs for ours, theirs in pairs),
                 "hidden_share": 1 - (step_time_s - compute_s) / link_s
-                if variant.kind.has_links and link_s and not self._models.is_sharded
+                if variant.kind.has_links and link_s and tells_share
                 else None,
                 "host_s": median(sample.host_s for sample in variant.samples),
                 "peak_bytes": max(sample.peak_bytes for sample in variant.samples),
@@ -395,4 +401,8 @@ def _gathers(number: int | None) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "a time that nobody tells" if seconds is None else f"{seconds * 1e3:.0f} ms of the links"
+    return (
+        "a time that was not measured"
+        if seconds is None
+        else f"{seconds * 1e3:.0f} ms of the links"
+    )

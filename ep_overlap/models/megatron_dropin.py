@@ -122,6 +122,8 @@ class ForwardBackward:
         cuda_graphs: bool = False,
         lifecycle_of: LifecycleOf | None = None,
     ) -> None:
+        if type(cuda_graphs) is not bool:
+            raise ValueError(f"cuda_graphs is {cuda_graphs!r}, expected True or False")
         OverlapConfig(  # refuses here what it would refuse at the first step
             num_microbatches=1,
             order=order,
