@@ -245,10 +245,7 @@ THEIR_LIMITS: Final = (
     Row(
         what="CUDA graphs of attention or the router",
         theirs=ACCEPTED,
-        remark=(
-            "ask for attention's here: `ForwardBackward(cuda_graphs=True)`; the router's are not "
-            "built yet"
-        ),
+        remark="attention's: `ForwardBackward(cuda_graphs=True)`; the router's are not built yet",
         config={"cuda_graph_impl": "transformer_engine"},
     ),
     Row(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
+from ep_overlap.models.megatron import install, uninstall
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, process_groups
 from ep_overlap.models.megatron_cpu import megatron_training_on_cpu
 from ep_overlap.models.megatron_globals import megatron_globals
@@ -303,6 +304,21 @@ def train_by_script(case: Case, model: Trained) -> Seen:
     if hooked:
         ddp.disable_forward_pre_hook()
     return seen | {f"weight.{name}": param.detach().clone() for name, param in model.named()}
+
+
+def train_installed(case: Case, model: Trained) -> Seen:
+    """The same script, with ours installed in place of megatron-core's function."""
+    called: list[None] = []
+    model.ddp.register_forward_pre_hook(lambda *_: called.append(None))
+    model.ddp.config.overlap_moe_expert_parallel_comm = True
+    model.ddp.config.delay_wgrad_compute = True
+    install()
+    try:
+        seen = train_by_script(case, model)
+    finally:
+        uninstall()
+    assert len(called) == case.microbatches, "evaluation alone calls the model"
+    return seen
 
 
 def unequal(got: Seen, expected: Seen) -> list[str]:

@@ -577,6 +577,11 @@ def test_hints_for_megatrons_own_schedule_warn_and_change_nothing() -> None:
     assert unequal(got, expected) == []
 
 
+def test_local_layers_are_not_replayed_from_cuda_graphs() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs with local layers, expected Transformer"):
+        run(ForwardBackward(cuda_graphs=True), gpt())
+
+
 # ---- install -------------------------------------------------------------------------------------
 
 

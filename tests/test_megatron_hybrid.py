@@ -24,9 +24,7 @@ from ep_overlap.models.groups import lone_expert_groups
 from ep_overlap.models.megatron import (
     HybridParts,
     get_forward_backward_func,
-    install,
     mean_loss,
-    uninstall,
 )
 from ep_overlap.models.megatron_cpu import megatron_on_cpu
 from ep_overlap.models.megatron_hybrid_build import build_hybrid
@@ -364,16 +362,7 @@ def differences_of_scripts() -> list[str]:
     case = ddp.Case(pattern="*E*-", dtype=BF16, float16_module=True, ddp=OVERLAPPED, delay=True)
     with ddp.one_world() as groups:
         expected = ddp.train_by_script(case, ddp.trained(case, groups))
-        model, called = ddp.trained(case, groups), list[None]()
-        model.ddp.register_forward_pre_hook(lambda *_: called.append(None))
-        model.ddp.config.overlap_moe_expert_parallel_comm = True
-        model.ddp.config.delay_wgrad_compute = True
-        install()
-        try:
-            got = ddp.train_by_script(case, model)
-        finally:
-            uninstall()
-        assert len(called) == case.microbatches, "evaluation alone calls the model"
+        got = ddp.train_installed(case, ddp.trained(case, groups))
     return ddp.unequal(got, expected)
 
 

@@ -21,7 +21,7 @@ from ep_overlap.models.reference import MoETransformer
 from ep_overlap.plan.action import Compute, LayerKind, Node, Phase
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.order import ModelShape
-from ep_overlap.run.check_parts import check_parts
+from ep_overlap.run.check_parts import check_parts, check_replayed
 from ep_overlap.run.layer import Collective
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
@@ -37,6 +37,31 @@ def results(parts: Any, schedule: OverlapSchedule, case: Case, seed: int) -> dic
     parts.zero_grad()
     step = schedule.step(support.batches(parts, case, seed), support.loss_of(case))
     return support.named(step.losses) | support.gradients(parts)
+
+
+@pytest.mark.parametrize(
+    ("unfit", "words"),
+    [
+        ({"device_type": "cpu"}, "a schedule on cpu, expected CUDA"),
+        ({"strategy": "optim_grads_params"}, "optim_grads_params, expected a strategy"),
+        ({"delays": True}, "delayed weight gradients"),
+        ({"fuses": True}, "fused weight gradients"),
+        ({"recomputes": True}, "recompute_granularity='full', expected None"),
+    ],
+)
+def test_what_cannot_be_replayed_from_cuda_graphs_is_refused(
+    unfit: dict[str, Any], words: str
+) -> None:
+    fit: dict[str, Any] = {
+        "device_type": "cuda",
+        "strategy": "optim_grads",
+        "delays": False,
+        "fuses": False,
+        "recomputes": False,
+    }
+    check_replayed(**fit)
+    with pytest.raises(ValueError, match=f"cuda_graphs with {words}"):
+        check_replayed(**(fit | unfit))
 
 
 # ---- two schedules -------------------------------------------------------------------------------

@@ -270,8 +270,6 @@ def differences_in_ddp(device: str) -> list[str]:
     steps, gradients, weights. On one rank of an emulated world of four."""
     import megatron_ddp_support as ddp
 
-    from ep_overlap.models.megatron import install, uninstall
-
     case = ddp.Case(
         dtype=torch.bfloat16,
         float16_module=True,
@@ -292,16 +290,8 @@ def differences_in_ddp(device: str) -> list[str]:
             # Weights as gathers leave them in an emulated world, this rank's part again and again:
             # one of the two gathers before the first step, too.
             each.ddp.start_param_sync(force_sync=True)
-        expected, called = ddp.train_by_script(case, theirs), list[None]()
-        model.ddp.register_forward_pre_hook(lambda *_: called.append(None))
-        model.ddp.config.overlap_moe_expert_parallel_comm = True
-        model.ddp.config.delay_wgrad_compute = True
-        install()
-        try:
-            got = ddp.train_by_script(case, model)
-        finally:
-            uninstall()
-        assert len(called) == case.microbatches, "evaluation alone calls the model"
+        expected = ddp.train_by_script(case, theirs)
+        got = ddp.train_installed(case, model)
     return ddp.unequal(got, expected)
 
 
