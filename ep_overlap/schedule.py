@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from ep_overlap.config import OverlapConfig
-from ep_overlap.plan.action import ROOT_UNIT, Compute, Lane, Node, Phase
+from ep_overlap.plan.action import HEAD_UNIT, ROOT_UNIT, Compute, Lane, Node, Phase
 from ep_overlap.plan.build import build_plan, plan_from_words
 from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.plan import Plan
-from ep_overlap.plan.units import unit_given, unit_read
+from ep_overlap.plan.units import units_given, units_read
 from ep_overlap.run.check_parts import check_parts, check_replayed
 from ep_overlap.run.joined import GatherOrder, JoinedUnit
 from ep_overlap.run.layer import JoinedModules, ModelParts, modules_of
@@ -296,6 +296,7 @@ class OverlapSchedule:
                 strategy=Strategy(self._lifecycle.strategy),
                 max_unsharded_units=config.max_unsharded_units,
                 reduce_each_microbatch=self._lifecycle.reduces_each_microbatch,
+                has_head=self._has_head,
             )
         draws_random = self._parts.draws_random
         recompute = config.recompute_granularity is not None
@@ -341,17 +342,19 @@ class OverlapSchedule:
             microbatch, kind, layer = key
             if kind is Node.FINISH:
                 continue  # it reads no weights
-            name = unit_read(Compute(microbatch, Phase.FORWARD, kind, layer))
-            if name is None:
+            reader = Compute(microbatch, Phase.FORWARD, kind, layer)
+            names = units_read(reader, has_head=self._has_head)
+            if not names:
                 continue
             belongs = partial(self._lifecycle.pre_backward, microbatch)
             if self._wgrad is not None:
                 queue = self._wgrads[key].queue if key in self._wgrads else None
                 node.pre_backward_hooks += (partial(self._wgrad.delay_into, queue),)
-            if name in self._units:
-                ensure = (self._units[name].ensure,) if self._units[name].releases else ()
-                node.pre_forward_hooks += ensure
-                node.pre_backward_hooks += (belongs, *ensure)
+            if self._units:
+                units = (self._units[name] for name in names)
+                ensures = tuple(unit.ensure for unit in units if unit.releases)
+                node.pre_forward_hooks += ensures
+                node.pre_backward_hooks += (belongs, *ensures)
         for (microbatch, _, _), wgrad in self._wgrads.items():
             wgrad.pre_hooks += (partial(self._lifecycle.pre_backward, microbatch),)
 
@@ -359,9 +362,8 @@ class OverlapSchedule:
         """After the last node of a microbatch that gives a unit gradients: ``seal``."""
         last_giver: dict[tuple[str, int], Compute] = {}
         last_microbatch: dict[str, int] = {}
-        for action in computes_of(self.plan.actions):
-            name = unit_given(action)
-            if name is not None and name in self._units:
+        for action in computes_of(self.plan.actions) if self._units else ():
+            for name in units_given(action, has_head=self._has_head):
                 last_giver[name, action.microbatch] = action
                 last_microbatch[name] = action.microbatch
         for (name, microbatch), action in last_giver.items():
@@ -372,6 +374,10 @@ class OverlapSchedule:
                 self._wgrads[key].post_hooks += (seal,)
             else:
                 self._with_backward(key).post_backward_hooks += (seal,)
+
+    @property
+    def _has_head(self) -> bool:
+        return HEAD_UNIT in self._units
 
     def _with_backward(self, key: NodeKey) -> NodeRun:
         """The node whose backward the plan runs: that of R where layers are recomputed."""
@@ -400,7 +406,7 @@ def _named_units(
     """The model's units by the plan's names.
 
     Raises:
-        ValueError: the units are not one for each layer, and the root.
+        ValueError: the units are not one for each layer, and the root, and the head or not.
     """
     if lifecycle.root_unit is None:
         sharded = next((m for m in model.module.modules() if isinstance(m, ShardedModule)), None)
@@ -415,12 +421,15 @@ def _named_units(
         units[f"L{index}"] = [
             _unit_of(module, index, lifecycle) for module in modules_of(layer.module)
         ]
+    head = None if model.head is None else lifecycle.unit_of(model.head)
+    if head is not None and head is not lifecycle.root_unit:
+        units[HEAD_UNIT] = [head]
     used = [unit for of_one in units.values() for unit in of_one]
     others = [unit.name for unit in lifecycle.inner_units if unit not in used]
     if others:
         raise ValueError(
-            f"units {', '.join(others)} are neither layers nor the root; a schedule needs one "
-            "unit a layer: shard layers whole"
+            f"units {', '.join(others)} are neither layers nor the root, nor an output layer "
+            "with weights of its own; a schedule needs one unit a layer: shard layers whole"
         )
     if any(isinstance(layer.module, JoinedModules) for layer in model.layers):
         order = GatherOrder(len(used))

@@ -7,6 +7,7 @@ the host launches them, whatever their streams, so gathers and reductions have o
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -66,6 +67,19 @@ class GroupCommunicator:
         values: list[T] = [value] * self._group.size()
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+
+def connect(group: ProcessGroup, device: torch.device) -> None:
+    """Let NCCL connect the group's ranks; elsewhere nothing. Collective.
+
+    Else it does so in the first collective, which holds the host for tenths of a second: in a first
+    step, between two launches, so that the device runs dry.
+    """
+    if device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
+        return
+    whole, shard = torch.zeros(group.size(), device=device), torch.zeros(1, device=device)
+    dist.all_gather_into_tensor(whole, shard, group=group)
+    dist.reduce_scatter_tensor(shard, whole, group=group)
 
 
 def new_torch_group(ranks: Sequence[int], name: str, *, backend: str | None = None) -> ProcessGroup:

@@ -18,7 +18,13 @@ from typing import final
 import torch
 
 from fsdp_hooks.caller_stream import CallerStream
-from fsdp_hooks.collectives import Communicator, GroupCommunicator, NewGroup, new_torch_group
+from fsdp_hooks.collectives import (
+    Communicator,
+    GroupCommunicator,
+    NewGroup,
+    connect,
+    new_torch_group,
+)
 from fsdp_hooks.counters import Counters
 from fsdp_hooks.lifecycle import Driver
 from fsdp_hooks.mesh import GroupMesh
@@ -103,7 +109,9 @@ class ShardContext:
         self.prefetch_depth = runtime.prefetch_depth
         self.max_unsharded_bytes = runtime.max_unsharded_bytes
         self.counters = Counters()
-        self._communicators = _make_communicators(meshes, runtime.new_group, self.counters)
+        self._communicators = _make_communicators(
+            meshes, runtime.new_group, self.counters, device=device
+        )
 
     def communicators(self, mesh: GroupMesh) -> tuple[Communicators | None, Communicators | None]:
         """Over the inner and over the outer ranks; None for a rank alone, which talks to nobody."""
@@ -127,7 +135,7 @@ class ShardContext:
 
 
 def _make_communicators(
-    meshes: Sequence[GroupMesh], new_group: NewGroup, counters: Counters
+    meshes: Sequence[GroupMesh], new_group: NewGroup, counters: Counters, *, device: torch.device
 ) -> Mapping[tuple[int, ...], Communicators]:
     made: dict[tuple[int, ...], Communicators] = {}
     for ranks in (ranks for mesh in meshes for ranks in mesh.dimensions):
@@ -136,10 +144,14 @@ def _make_communicators(
         if ranks.members in made:
             continue
         suffix = "-".join(map(str, ranks.members))
+        groups = {
+            lane: new_group(ranks.members, f"{lane}-{suffix}")
+            for lane in ("gather", "reduce", "rescue")
+        }
+        if ranks.size > 1:
+            for group in groups.values():
+                connect(group, device)
         made[ranks.members] = Communicators(
-            **{
-                lane: GroupCommunicator(new_group(ranks.members, f"{lane}-{suffix}"), counters)
-                for lane in ("gather", "reduce", "rescue")
-            }
+            **{lane: GroupCommunicator(group, counters) for lane, group in groups.items()}
         )
     return made

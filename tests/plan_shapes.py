@@ -31,6 +31,7 @@ def shardings(draw: st.DrawFn, num_layers: int) -> Sharding | None:
         strategy=draw(st.sampled_from(Strategy)),
         max_unsharded_units=draw(st.none() | st.integers(min(2, num_layers), num_layers + 1)),
         reduce_each_microbatch=draw(st.none() | st.booleans()),
+        has_head=draw(st.booleans()),
     )
 
 

@@ -39,6 +39,8 @@ class Case:
     """A model, its sharding, and the schedule to run it under."""
 
     strategy: str | None = None
+    head: bool = False
+    """The output layer is a unit of its own."""
     order: str | None = None
     order_text: str | None = None
     layers: int = 2
@@ -198,11 +200,9 @@ def shard(parts: Any, case: Case, groups: Groups) -> None:
 
     assert case.strategy is not None
     outer = case.hybrid or "no_shard"
-    for layer in parts.layers:
-        for module in modules_of(layer.module):
-            fully_shard(
-                module, mesh=mesh_of, strategy=case.strategy, outer_strategy=outer, mp=case.mp
-            )
+    inner = [module for layer in parts.layers for module in modules_of(layer.module)]
+    for module in [*inner, parts.head] if case.head else inner:
+        fully_shard(module, mesh=mesh_of, strategy=case.strategy, outer_strategy=outer, mp=case.mp)
     fully_shard(
         parts.module,
         mesh=mesh_of,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_shapes import arguments, plans
 
-from ep_overlap.plan.action import ROOT_UNIT, Compute, Lane, Sync, UnitAction, UnitOp
+from ep_overlap.plan.action import PINNED_UNITS, Compute, Lane, Sync, UnitAction, UnitOp
 from ep_overlap.plan.build import build_plan, parse_words, plan_from_words
 from ep_overlap.plan.check import check
 from ep_overlap.plan.edges import REDUCE_DEPTH, dependencies
@@ -98,7 +98,7 @@ def test_live_units_never_exceed_the_budget_and_end_at_none(plan: Plan) -> None:
         accumulate(
             change[action.op]
             for action in plan.actions
-            if isinstance(action, UnitAction) and action.unit != ROOT_UNIT
+            if isinstance(action, UnitAction) and action.unit not in PINNED_UNITS
         )
     )
     strategy = None if plan.sharding is None else plan.sharding.strategy
@@ -119,7 +119,7 @@ def test_full_size_gradient_buffers_in_flight_stay_bounded(
     sharding = Sharding(strategy=strategy, reduce_each_microbatch=True)
     plan = build_plan(**{**given_arguments, "sharding": sharding})
     known = known_before(plan)
-    layers = [found for found in reductions(plan.actions) if found.unit != ROOT_UNIT]
+    layers = [found for found in reductions(plan.actions) if found.unit not in PINNED_UNITS]
     for filled in layers:
         first = min(filled.contributions)
         in_flight = [

@@ -7,6 +7,7 @@ from plan_shapes import shape, zero3
 
 from ep_overlap.plan.action import ROOT_UNIT, Action, UnitAction, UnitOp
 from ep_overlap.plan.build import build_plan
+from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import OrderName, combined_1f1b, forward_only, serial
 from ep_overlap.plan.residency import default_budget, split_groups
 
@@ -164,6 +165,35 @@ def test_serial_fits_one_unit() -> None:
             assert len(live) <= 1
     # L2 stays from its forward to its backward.
     assert plan.num_gathers == {ROOT_UNIT: 1, "L0": 2, "L1": 2, "L2": 1}
+
+
+@pytest.mark.parametrize(
+    ("order", "num_microbatches", "unshard", "last"),
+    [
+        # A layer ahead of its use, behind the layers that are used before it.
+        (OrderName.SERIAL, 1, "0F.mlp.L1 UNSHARD.head 0F.combine.L1", "0B.post"),
+        (OrderName.PLAIN, 2, "0F.mlp.L1 UNSHARD.head 0F.combine.L1", "1B.post"),
+        (OrderName.PAIRED, 2, "1F.mlp.L1 UNSHARD.head 1F.combine.L1", "1B.post"),
+    ],
+)
+def test_the_head_comes_a_layer_ahead_of_its_use_and_is_reduced_right_behind_it(
+    order: OrderName, num_microbatches: int, unshard: str, last: str
+) -> None:
+    plan = build_plan(
+        shape=shape("mmm"),
+        num_microbatches=num_microbatches,
+        order=order,
+        sharding=Sharding(strategy=Strategy.OPTIM_GRADS_PARAMS, has_head=True),
+    )
+    text = " ".join(str(action) for action in plan.actions)
+    assert text.startswith("UNSHARD.root UNSHARD.L0 "), "what comes first waits for the embedding"
+    assert unshard in text, text
+    assert f"{last} RESHARD.head REDUCE.head" in text, text
+    assert plan.num_gathers["head"] == plan.num_gathers[ROOT_UNIT] == 1
+    place = {str(action): index for index, action in enumerate(plan.actions)}
+    assert place["UNSHARD.head"] in plan.waits[place["0F.post"]]
+    assert text.endswith("REDUCE.root RESHARD.root")
+    assert text.count("REDUCE.head") == num_microbatches
 
 
 def test_a_budget_below_the_need_is_refused_with_the_numbers() -> None:

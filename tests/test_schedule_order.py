@@ -10,7 +10,7 @@ from schedule_support import Case
 
 from ep_overlap.plan.action import Action, Sync, UnitAction, UnitOp, parse_action
 from ep_overlap.plan.edges import waits
-from ep_overlap.plan.units import unit_given, unit_read
+from ep_overlap.plan.units import units_given, units_read
 from ep_overlap.run.runner import Program
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool, assert_count, assert_order, record
@@ -154,9 +154,9 @@ def check_units(issued: list[str]) -> None:
     gathered: set[str] = set()
     unreduced: dict[str, int] = {}
     for action in actions:
-        if (unit := unit_read(action)) is not None:
+        for unit in units_read(action, has_head=False):
             assert unit in gathered, f"{action} reads {unit}, which is released"
-        if (unit := unit_given(action)) is not None:
+        for unit in units_given(action, has_head=False):
             unreduced[unit] = unreduced.get(unit, 0) + 1
         if isinstance(action, UnitAction):
             match action.op:

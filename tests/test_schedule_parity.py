@@ -59,6 +59,11 @@ ON_TWO_RANKS = [
     Case(strategy=SHARDED, order_text=last_first(3), layers=3, budget=2),
     Case(strategy=SHARDED, order="paired", layers=2, microbatches=3, ep=2, dtype=torch.float64),
     Case(strategy="no_shard", order="plain", layers=3, ep=2, freq=3, dtype=torch.float64),
+    Case(strategy="no_shard", head=True, order="serial", layers=2, ep=2),
+    Case(strategy="optim", head=True, order="plain", layers=2, microbatches=3, ep=2),
+    Case(strategy="optim_grads", head=True, order="paired", layers=1, microbatches=3, ep=2),
+    Case(strategy=SHARDED, head=True, order="paired", layers=3, microbatches=4, ep=2, budget=2),
+    Case(strategy=SHARDED, head=True, order_text=last_first(3), layers=3, budget=2),
 ]
 ON_FOUR_RANKS = [
     Case(strategy=SHARDED, order="paired", layers=3, microbatches=3, ep=2),
@@ -71,6 +76,9 @@ MEGATRON = [
     Case(megatron=True, strategy=SHARDED, order="paired", layers=3, microbatches=3, ep=2, budget=2),
     Case(megatron=True, strategy=SHARDED, order="plain", layers=2, freq=2, shared=True),
     Case(megatron=True, strategy=SHARDED, order="serial", layers=1, microbatches=1, shared=True),
+    Case(
+        megatron=True, strategy=SHARDED, head=True, order="paired", layers=2, microbatches=3, ep=2
+    ),
 ]
 
 

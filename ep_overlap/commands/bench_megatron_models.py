@@ -145,8 +145,10 @@ class ModelMaker:
 
         strategy = self._args.data_parallel_sharding_strategy.value
         mp = MixedPrecision(reduce_dtype=torch.bfloat16)
-        for layer in parts.layers:
-            fully_shard(layer.module, mesh=mesh_of, strategy=strategy, mp=mp)
+        # The output layer by itself: its gather and reduction are hidden then, as the layers'.
+        for module in (*(layer.module for layer in parts.layers), parts.head):
+            assert module is not None, "built with an output layer of its own"
+            fully_shard(module, mesh=mesh_of, strategy=strategy, mp=mp)
         fully_shard(model, mesh=mesh_of, strategy=strategy, mp=mp, grad_divisor=self._size)
         return MeasuredModel(
             whole=model,

@@ -154,6 +154,7 @@ def _parts(args: BenchArguments, world: World) -> Iterator[dict[str, Any]]:
         yield {"overlaps": overlaps}
     else:
         left_out.append("the profiler's proof of overlap: it needs a GPU for each rank")
+    gc.collect()  # the proof's model: what is measured next must not be freed in its place
     sizes = timed_sizes(args, num_ranks=world.size, is_gpu=is_gpu, has_te=has_te)
     yield {"steps": bench_megatron.measure(sizes, RealWorld(world))}
     gc.collect()  # its models

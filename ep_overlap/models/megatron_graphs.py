@@ -8,9 +8,10 @@ experts get as many tokens as the router sends. megatron-core calls it ``cuda_gr
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.models.megatron_layers import Attention, called_attention
@@ -25,11 +26,16 @@ except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
 
 
+_TILE: Final = 64
+"""Of tokens."""
+
+
 def graphed_attention(layer: TransformerLayer) -> Attention:
     """Replayed while a schedule trains, called elsewhere.
 
     Raises:
-        ValueError: the layer's attention is none that can be replayed.
+        ValueError: the layer's attention is none that can be replayed. At the first call: sequences
+            are of a length that cannot.
     """
     unfit = next(_unfit(layer), None)
     if unfit is not None:
@@ -37,7 +43,28 @@ def graphed_attention(layer: TransformerLayer) -> Attention:
         raise ValueError(
             f"cuda_graphs with {found}, expected {expected}; leave cuda_graphs out, or change that"
         )
-    return GraphedFunction(called_attention(layer), _modules_of_attention(layer))
+    attention = called_attention(layer)
+
+    def captured(hidden: Tensor, attention_mask: Any, rotary: Any) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            _check_length(len(hidden))
+        return attention(hidden, attention_mask, rotary)
+
+    return GraphedFunction(captured, _modules_of_attention(layer))
+
+
+def _check_length(seq_length: int) -> None:
+    """cuDNN's backward of attention reads whole tiles, past the end of its tensors. Elsewhere that
+    is somebody else's memory, and of no effect; behind a graph's own there may be none.
+
+    Raises:
+        ValueError: the last tile is not whole.
+    """
+    if seq_length % _TILE:
+        raise ValueError(
+            f"cuda_graphs with sequences of {seq_length} tokens, expected a multiple of {_TILE}; "
+            "leave cuda_graphs out, or pad them"
+        )
 
 
 def _modules_of_attention(layer: TransformerLayer) -> list[nn.Module]:

@@ -127,6 +127,13 @@ class MegatronParts[ModelT: MegatronModel](ABC):
         """The embedding's, where the output layer is tied to it or MTP layers use it, too."""
         return shared_weights(self._model)
 
+    @property
+    def head(self) -> nn.Module | None:
+        """The output layer, unless it is tied to the embedding."""
+        model = self._model
+        is_tied = model.share_embeddings_and_output_weights
+        return None if is_tied else cast(nn.Module, model.output_layer)
+
     def collectives(self, node: Node) -> Sequence[Collective]:
         """Those of tensor parallelism, and of MTP layers, which run within ``post``."""
         tensor_parallel = self._model.pg_collection.tp

@@ -383,6 +383,11 @@ class MoETransformer(nn.Module):
         is_fused = isinstance(self.output, ManagedLayer) and self.output.fuses_wgrad
         return (weight,) if self.output.weight is weight and not is_fused else ()
 
+    @property
+    def head(self) -> nn.Module | None:
+        """The output layer, unless a user has tied it to the embedding."""
+        return None if self.output.weight is self.embedding.weight else self.output
+
     def collectives(self, node: Node) -> Sequence[Collective]:
         """None."""
         return ()

@@ -10,7 +10,7 @@ subject::
     0R.attn.L0      microbatch 0, recompute before its backward, attn of layer 0
     2SYNC.L3        the host waits for microbatch 2's split sizes in layer 3
     2RSYNC.L3       the same, for the dispatch that is recomputed
-    UNSHARD.L3      gather unit L3          (units: L0, L1, ... and root)
+    UNSHARD.L3      gather unit L3          (units: L0, L1, ..., root, head)
     RESHARD.L3      release unit L3
     REDUCE.L3       reduce the gradients of unit L3
 
@@ -110,6 +110,12 @@ class Lane(StrEnum):
 
 ROOT_UNIT: Final = "root"
 """The unit of what belongs to no layer: embedding, final norm, output layer."""
+
+HEAD_UNIT: Final = "head"
+"""The output layer's, where it is a unit of its own."""
+
+PINNED_UNITS: Final = frozenset({ROOT_UNIT, HEAD_UNIT})
+"""Gathered once a step, and of no budget of layers."""
 
 _LAYERLESS: Final = frozenset({Node.PRE, Node.POST})
 _PHASES_OF_FINISH: Final = frozenset({Phase.RECOMPUTE, Phase.BACKWARD})

@@ -10,8 +10,8 @@ from typing import Final, NoReturn
 
 from ep_overlap.plan.action import (
     NODES_OF,
+    PINNED_UNITS,
     RECOMPUTED_OF,
-    ROOT_UNIT,
     WGRADS_OF,
     Action,
     Compute,
@@ -24,7 +24,7 @@ from ep_overlap.plan.action import (
 from ep_overlap.plan.edges import backward_of, dependencies, in_model_order, waits
 from ep_overlap.plan.grid import grid
 from ep_overlap.plan.plan import Plan
-from ep_overlap.plan.units import unit_given, unit_read
+from ep_overlap.plan.units import units_given, units_read
 
 _BACKWARD_OP: Final = {
     "all_gather_into_tensor": "reduce_scatter_tensor",
@@ -222,13 +222,13 @@ def _check_units(plan: Plan) -> None:
     strategy = None if plan.sharding is None else plan.sharding.strategy
     gathers = strategy is not None and strategy.shards_main
     releases = strategy is not None and strategy.shards_params
+    has_head = plan.sharding is not None and plan.sharding.has_head
     budget = plan.max_unsharded_units
     gathered: dict[str, int] = {}
     released: dict[str, int] = {}
     unread: set[str] = set()
     for step, action in enumerate(plan.actions):
-        unit = unit_read(action)
-        if unit is not None and gathers:
+        for unit in units_read(action, has_head=has_head) if gathers else ():
             if unit not in gathered:
                 then = f"; released at step {released[unit]}" if unit in released else ""
                 _fail(plan, step, f"{action} reads unit {unit}, which is not gathered{then}")
@@ -249,7 +249,7 @@ def _check_units(plan: Plan) -> None:
                 _fail(plan, step, f"{action}: gathered and released without a reader between")
             released[action.unit] = step
             del gathered[action.unit]
-        live = sorted(gathered.keys() - {ROOT_UNIT})
+        live = sorted(gathered.keys() - PINNED_UNITS)
         if budget is not None and len(live) > budget:
             names = ", ".join(live)
             _fail(plan, step, f"{len(live)} layers gathered, budget {budget}: {names}")
@@ -269,9 +269,9 @@ def _check_reductions(plan: Plan) -> None:
     for step, action in enumerate(plan.actions):
         if isinstance(action, UnitAction) and action.op is UnitOp.REDUCE:
             reduces.setdefault(action.unit, []).append(step)
-        unit = unit_given(action)
-        if unit is not None and isinstance(action, Compute) and plan.sharding is not None:
-            given.setdefault(unit, {})[action.microbatch if each_microbatch else 0] = step
+        if isinstance(action, Compute) and plan.sharding is not None:
+            for unit in units_given(action, has_head=plan.sharding.has_head):
+                given.setdefault(unit, {})[action.microbatch if each_microbatch else 0] = step
     for unit, steps in reduces.items():
         expected = len(given.get(unit, {}))
         if len(steps) > expected:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from ep_overlap.plan.action import (
-    ROOT_UNIT,
+    PINNED_UNITS,
     Action,
     Compute,
     Lane,
@@ -20,7 +20,7 @@ from ep_overlap.plan.action import (
     UnitAction,
     UnitOp,
 )
-from ep_overlap.plan.units import reductions, unit_read
+from ep_overlap.plan.units import reductions, units_read
 
 REDUCE_DEPTH: Final = 2
 """How many full-size gradient buffers may be in flight: one being filled, one being reduced.
@@ -166,11 +166,11 @@ def _add_units(actions: Sequence[Action], needed: list[set[int]]) -> None:
     """Readers after the latest gather of their unit; a release after the readers since then."""
     window: dict[str, list[int]] = {}  # of each gathered unit: the gather, then its readers
     for index, action in enumerate(actions):
-        unit = unit_read(action)
-        if unit is not None and unit in window:
-            needed[index].add(window[unit][0])
-            window[unit].append(index)
-        elif isinstance(action, UnitAction) and action.op is UnitOp.UNSHARD:
+        for unit in units_read(action, has_head=True):
+            if unit in window:
+                needed[index].add(window[unit][0])
+                window[unit].append(index)
+        if isinstance(action, UnitAction) and action.op is UnitOp.UNSHARD:
             window[action.unit] = [index]
         elif isinstance(action, UnitAction) and action.op is UnitOp.RESHARD:
             needed[index].update(window.pop(action.unit, []))
@@ -179,15 +179,16 @@ def _add_units(actions: Sequence[Action], needed: list[set[int]]) -> None:
 def _add_reductions(actions: Sequence[Action], needed: list[set[int]]) -> None:
     """REDUCE after what it reduces, and back-pressure (``REDUCE_DEPTH``).
 
-    The root unit's buffer is in use from the first node of a backward to the last, so it takes no
-    part in the turns of the layers' buffers; its own take turns with each other.
+    The root unit's buffer is in use from the first node of a backward to the last, and the head's
+    is filled ahead of all layers', so they take no part in the turns of the layers' buffers; their
+    own take turns with each other.
     """
     found = [reduction for reduction in reductions(actions) if reduction.contributions]
     for reduction in found:
         needed[reduction.reduce].update(reduction.contributions)
-    layers = [reduction for reduction in found if reduction.unit != ROOT_UNIT]
-    roots = [reduction for reduction in found if reduction.unit == ROOT_UNIT]
-    for turns in (layers, roots):
+    layers = [reduction for reduction in found if reduction.unit not in PINNED_UNITS]
+    pinned = [[r for r in found if r.unit == unit] for unit in sorted(PINNED_UNITS)]
+    for turns in (layers, *pinned):
         for done, filled in zip(turns, turns[REDUCE_DEPTH:], strict=False):
             first = min(filled.contributions)
             # An order of one's own may fill more buffers than that before it reduces any, and a

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ep_overlap.plan.action import (
+    HEAD_UNIT,
     ROOT_UNIT,
     Action,
     Compute,
@@ -18,8 +19,8 @@ from ep_overlap.plan.action import (
     UnitAction,
     UnitOp,
 )
-from ep_overlap.plan.residency import Window, default_budget, residency, split_groups
-from ep_overlap.plan.units import unit_given, unit_read
+from ep_overlap.plan.residency import Group, Window, default_budget, residency, split_groups
+from ep_overlap.plan.units import units_given, units_read
 
 
 class Strategy(StrEnum):
@@ -57,11 +58,13 @@ class Sharding:
 
     strategy: Strategy
     max_unsharded_units: int | None = None
-    """Budget of layer units gathered at once, where parameters are sharded; the root unit is
+    """Budget of layer units gathered at once, where parameters are sharded; root and head are
     pinned and counted apart. None: this group's units and the next's
     (``residency.default_budget``)."""
     reduce_each_microbatch: bool | None = None
     """None: every microbatch where gradients are sharded, else once a step."""
+    has_head: bool = False
+    """Whether the output layer is a unit of its own."""
 
     def __post_init__(self) -> None:
         check_budget(self.max_unsharded_units)
@@ -115,23 +118,26 @@ def add_sharding(actions: Sequence[Action], sharding: Sharding) -> list[Action]:
     Raises:
         ValueError: the budget is below what one group of the order needs.
     """
-    lowered = add_reduce(actions, each_microbatch=sharding.reduces_each_microbatch)
+    has_head = sharding.has_head
+    lowered = add_reduce(
+        actions, each_microbatch=sharding.reduces_each_microbatch, has_head=has_head
+    )
     if sharding.strategy.shards_params:
         # After add_reduce, so that at one place gathers, which compute waits for, come first.
-        lowered = add_residency(lowered, budget=sharding.budget(actions))
+        lowered = add_residency(lowered, budget=sharding.budget(actions), has_head=has_head)
     elif sharding.strategy.shards_main:
-        lowered = add_weight_sync(lowered)
+        lowered = add_weight_sync(lowered, has_head=has_head)
     return lowered
 
 
-def add_reduce(actions: Sequence[Action], *, each_microbatch: bool) -> list[Action]:
+def add_reduce(actions: Sequence[Action], *, each_microbatch: bool, has_head: bool) -> list[Action]:
     """Reduce each unit right after the last node that gives it gradients: of every microbatch,
     or of the step."""
     last: dict[tuple[str, int | None], int] = {}
     for index, action in enumerate(actions):
-        unit = unit_given(action)
-        if unit is not None and isinstance(action, Compute):
-            last[unit, action.microbatch if each_microbatch else None] = index
+        if isinstance(action, Compute):
+            for unit in units_given(action, has_head=has_head):
+                last[unit, action.microbatch if each_microbatch else None] = index
     unit_behind = {index: unit for (unit, _), index in last.items()}
     lowered: list[Action] = []
     for index, action in enumerate(actions):
@@ -141,36 +147,53 @@ def add_reduce(actions: Sequence[Action], *, each_microbatch: bool) -> list[Acti
     return lowered
 
 
-def add_residency(actions: Sequence[Action], *, budget: int) -> list[Action]:
+def add_residency(actions: Sequence[Action], *, budget: int, has_head: bool) -> list[Action]:
     """Gather every unit before its readers and release it after, with the fewest gathers.
 
     Within the stays that ``residency`` chose, everything happens as early as it can: a release
     right after the stay's last reader, a gather as soon as a slot is free, but no earlier than
-    the start of the group before its first reader.
+    the start of the group before its first reader. The root stays for the whole step; the head
+    from there to its last reader.
 
     Raises:
         ValueError: the budget is below what one group of the order needs.
     """
     groups = split_groups(actions)
-    placer = _Placer(residency(groups, budget=budget), budget=budget)
+    placers = [_Placer(residency(groups, budget=budget), budget=budget)]
+    if has_head:
+        placers.append(_Placer([_stay_of_head(actions, groups)], budget=1))
     groups_begun_behind = {group.last: index + 1 for index, group in enumerate(groups)}
-    lowered: list[Action] = [UnitAction(UnitOp.UNSHARD, ROOT_UNIT), *placer.gather(group=0)]
+    lowered: list[Action] = [UnitAction(UnitOp.UNSHARD, ROOT_UNIT)]
+    for placer in placers:
+        lowered += placer.gather(group=0)
     group = 0
     for index, action in enumerate(actions):
         lowered.append(action)
         group = groups_begun_behind.get(index, group)
-        lowered += placer.release(reader=index)
-        lowered += placer.gather(group=group)
+        for placer in placers:
+            lowered += placer.release(reader=index)
+            lowered += placer.gather(group=group)
     return [*lowered, UnitAction(UnitOp.RESHARD, ROOT_UNIT)]
 
 
-def add_weight_sync(actions: Sequence[Action]) -> list[Action]:
+def _stay_of_head(actions: Sequence[Action], groups: Sequence[Group]) -> Window:
+    readers = [i for i, a in enumerate(actions) if HEAD_UNIT in units_read(a, has_head=True)]
+    return Window(
+        unit=HEAD_UNIT,
+        first_group=sum(group.last < readers[0] for group in groups),
+        first_reader=readers[0],
+        last_reader=readers[-1],
+    )
+
+
+def add_weight_sync(actions: Sequence[Action], *, has_head: bool) -> list[Action]:
     """Gather every unit once, ahead of its first reader, to stay: the optimizer has changed main
     weights since the last step."""
-    num_units = len({unit_read(action) for action in actions} - {None, ROOT_UNIT})
+    read = (unit for action in actions for unit in units_read(action, has_head=False))
+    num_layers = len(set(read) - {ROOT_UNIT})
     return [
         action
-        for action in add_residency(actions, budget=num_units)
+        for action in add_residency(actions, budget=num_layers, has_head=has_head)
         if not (isinstance(action, UnitAction) and action.op is UnitOp.RESHARD)
     ]
 

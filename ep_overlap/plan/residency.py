@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from ep_overlap.plan.action import ROOT_UNIT, Action, Compute, Node, Phase
-from ep_overlap.plan.units import unit_read
+from ep_overlap.plan.action import Action, Compute, Node, Phase
+from ep_overlap.plan.units import unit_of, units_read
 
 _ENTERS: Final = frozenset({(Phase.FORWARD, Node.ATTN), (Phase.RECOMPUTE, Node.ATTN)})
 
@@ -26,7 +26,7 @@ class Group:
     """A stretch of the order, as the places of its nodes that read weights."""
 
     readers: tuple[tuple[int, str], ...]
-    """(index in the order, unit), in issue order. The root unit is pinned, so not among them."""
+    """(index in the order, unit), in issue order. Root and head are pinned, so not among them."""
 
     @property
     def units(self) -> frozenset[str]:
@@ -67,8 +67,9 @@ def split_groups(order: Sequence[Action]) -> list[Group]:
     readers: list[tuple[int, str]] = []
     leaving = False
     for index, action in enumerate(order):
-        unit = unit_read(action)
-        if unit is None or unit == ROOT_UNIT or not isinstance(action, Compute):
+        if not isinstance(action, Compute) or action.layer is None:
+            continue
+        if not units_read(action, has_head=False):
             continue
         step = (action.phase, action.node)
         is_again = (action.microbatch, action.layer) in recomputed
@@ -79,7 +80,7 @@ def split_groups(order: Sequence[Action]) -> list[Group]:
         # Between mlp.R and mlp.B a recomputed pass stays.
         stays = is_again and step in ((Phase.RECOMPUTE, Node.MLP), (Phase.BACKWARD, Node.MLP))
         leaving = not enters and (leaving or not stays)
-        readers.append((index, unit))
+        readers.append((index, unit_of(action)))
     if readers:
         groups.append(Group(readers=tuple(readers)))
     return groups

@@ -1,6 +1,8 @@
 """Which nodes read a unit's weights, and which give it gradients.
 
-One unit per layer, ``L0``, ``L1``, ..., and ``root`` for what ``pre`` and ``post`` use.
+One unit per layer, ``L0``, ``L1``, ..., and ``root`` for what ``pre`` and ``post`` use. The output
+layer may be one of its own, ``head``: else the first node waits for the weights of the last, and
+the step's end for their gradients.
 """
 
 from collections.abc import Sequence
@@ -8,7 +10,16 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
-from ep_overlap.plan.action import ROOT_UNIT, Action, Compute, Node, Phase, UnitAction, UnitOp
+from ep_overlap.plan.action import (
+    HEAD_UNIT,
+    ROOT_UNIT,
+    Action,
+    Compute,
+    Node,
+    Phase,
+    UnitAction,
+    UnitOp,
+)
 
 _WITH_WEIGHTS: Final = frozenset({Node.PRE, Node.ATTN, Node.SHARED, Node.MLP, Node.POST})
 _READING: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
@@ -20,24 +31,32 @@ def unit_of(compute: Compute) -> str:
     return ROOT_UNIT if compute.layer is None else f"L{compute.layer}"
 
 
-def unit_read(action: Action) -> str | None:
-    """The unit whose weights the action reads.
+def units_read(action: Action, *, has_head: bool) -> tuple[str, ...]:
+    """The units whose weights the action reads.
 
     W nodes read activations and output gradients, never weights: a release does not wait for them.
+
+    Args:
+        has_head: whether the output layer is a unit of its own.
     """
-    if isinstance(action, Compute) and action.node in _WITH_WEIGHTS and action.phase in _READING:
-        return unit_of(action)
-    return None
+    return _units_of(action, _READING, has_head=has_head)
 
 
-def unit_given(action: Action) -> str | None:
-    """The unit that the action may give gradients to.
+def units_given(action: Action, *, has_head: bool) -> tuple[str, ...]:
+    """The units that the action may give gradients to.
 
     With delayed W nodes, B nodes still give those of norms and biases: both count.
     """
-    if isinstance(action, Compute) and action.node in _WITH_WEIGHTS and action.phase in _GIVING:
-        return unit_of(action)
-    return None
+    return _units_of(action, _GIVING, has_head=has_head)
+
+
+def _units_of(action: Action, phases: frozenset[Phase], *, has_head: bool) -> tuple[str, ...]:
+    if not isinstance(action, Compute) or action.node not in _WITH_WEIGHTS:
+        return ()
+    if action.phase not in phases:
+        return ()
+    head = (HEAD_UNIT,) if has_head and action.node is Node.POST else ()
+    return (unit_of(action), *head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +79,9 @@ def reductions(actions: Sequence[Action]) -> list[Reduction]:
     given: dict[str, dict[int, list[int]]] = {}
     reduces: dict[str, list[int]] = {}
     for index, action in enumerate(actions):
-        unit = unit_given(action)
-        if unit is not None and isinstance(action, Compute):
-            given.setdefault(unit, {}).setdefault(action.microbatch, []).append(index)
+        if isinstance(action, Compute):
+            for unit in units_given(action, has_head=True):  # where there is one, it has a REDUCE
+                given.setdefault(unit, {}).setdefault(action.microbatch, []).append(index)
         elif isinstance(action, UnitAction) and action.op is UnitOp.REDUCE:
             reduces.setdefault(action.unit, []).append(index)
     found: list[Reduction] = []

@@ -240,6 +240,10 @@ class _Model(nn.Module):
     def shared_weights(self) -> Sequence[nn.Parameter]:
         return ()
 
+    @property
+    def head(self) -> None:
+        return None
+
     def collectives(self, node: Node) -> Sequence[Collective]:
         return ()
 

@@ -186,6 +186,11 @@ class ModelParts[BatchT, StateT](Protocol):
         """
         ...
 
+    @property
+    def head(self) -> nn.Module | None:
+        """The output layer, which may be a unit of its own; None where ``pre`` uses its weights."""
+        ...
+
     def collectives(self, node: Node) -> Sequence[Collective]:
         """The collectives of the forward of ``pre`` or ``post``, in issue order."""
         ...

@@ -116,15 +116,15 @@ def one_of_two() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def gpt(impl: str = "transformer_engine", **settings: object):
+def gpt(impl: str = "transformer_engine", seq_length: int = 128, **settings: object):
     sizes = MegatronSizes(
         num_layers=NUM_LAYERS,
-        hidden_size=128,
+        hidden_size=256,
         num_heads=4,
         ffn_hidden_size=64,
         num_experts=4,
         topk=2,
-        seq_length=32,
+        seq_length=seq_length,
         vocab_size=256,
         transformer_impl=impl,
         dtype=torch.bfloat16,
@@ -141,7 +141,7 @@ def trained(order: str, *, cuda_graphs: bool) -> tuple[list[Tensor], list[int]]:
     losses: list[Tensor] = []
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(256, (NUM_MICROBATCHES, 2, 33), generator=generator).cuda()
+        tokens = torch.randint(256, (NUM_MICROBATCHES, 2, 129), generator=generator).cuda()
         batches = [parts.batch(text[:, :-1], text[:, 1:]) for text in tokens]
         optimizer.zero_grad()
         losses += schedule.step(batches, mean_loss).losses
@@ -186,3 +186,9 @@ def test_what_cannot_be_replayed_is_refused_by_name() -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 OverlapSchedule(parts, OverlapConfig(num_microbatches=2, **options))
+        schedule = OverlapSchedule(parts, OverlapConfig(num_microbatches=1))
+        short = torch.zeros(1, 100, dtype=torch.int64, device="cuda")
+        with pytest.raises(ValueError, match="sequences of 100 tokens, expected a multiple of 64"):
+            schedule.step([parts.batch(short, short)], mean_loss)
+        whole = torch.zeros(1, 128, dtype=torch.int64, device="cuda")
+        assert schedule.step([parts.batch(whole, whole)], mean_loss).losses[0].isfinite()
