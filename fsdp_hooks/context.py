@@ -149,8 +149,8 @@ def _make_communicators(
             for lane in ("gather", "reduce", "rescue")
         }
         if ranks.size > 1:
-            for group in groups.values():
-                connect(group, device)
+            connect(groups["gather"], device)
+            connect(groups["reduce"], device)
         made[ranks.members] = Communicators(
             **{lane: GroupCommunicator(group, counters) for lane, group in groups.items()}
         )

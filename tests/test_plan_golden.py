@@ -27,19 +27,19 @@ def words(order: list[Compute]) -> str:
 def test_serial_runs_w_right_after_its_b() -> None:
     assert words(serial(shape("m"), 1, delay_wgrad=True)) == (
         "0F.pre 0F.attn.L0 0F.dispatch.L0 0F.mlp.L0 0F.combine.L0 0F.post"
-        " 0B.post 0B.combine.L0 0B.mlp.L0 0W.mlp.L0 0B.dispatch.L0 0B.attn.L0 0W.attn.L0 0B.pre"
+        " 0B.post 0B.combine.L0 0B.mlp.L0 0W.mlp.L0 0B.dispatch.L0 0B.attn.L0 0B.pre 0W.attn.L0"
     )
 
 
-def test_plain_steady_pair_is_megatrons() -> None:
+def test_plain_steady_pair_is_megatrons_with_pre_ahead_of_the_last_wgrad() -> None:
     order = words(combined_1f1b(shape("mm"), 2, paired=False, delay_wgrad=True))
     assert (
         " 1F.pre 0B.post"
         " 0B.combine.L1 1F.attn.L0 0B.mlp.L1 1F.dispatch.L0 0W.mlp.L1 0B.dispatch.L1"
         " 1F.mlp.L0 1F.combine.L0 0B.attn.L1 0W.attn.L1"
         " 0B.combine.L0 1F.attn.L1 0B.mlp.L0 1F.dispatch.L1 0W.mlp.L0 0B.dispatch.L0"
-        " 1F.mlp.L1 1F.combine.L1 0B.attn.L0 0W.attn.L0"
-        " 0B.pre 1F.post 1B.post "
+        " 1F.mlp.L1 1F.combine.L1 0B.attn.L0 0B.pre 0W.attn.L0"
+        " 1F.post 1B.post "
     ) in order
 
 
@@ -49,8 +49,8 @@ def test_paired_interleaves_the_first_two_forwards_and_the_last_two_backwards() 
         " 0F.attn.L0 1F.attn.L0 0F.dispatch.L0 0F.mlp.L0 1F.dispatch.L0 0F.combine.L0"
         " 1F.mlp.L0 1F.combine.L0"
         " 0F.post 0B.post 0B.combine.L0 1F.post 1B.post 1B.combine.L0"
-        " 0B.mlp.L0 0B.dispatch.L0 1B.mlp.L0 1B.dispatch.L0 0B.attn.L0 1B.attn.L0"
-        " 0B.pre 1B.pre"
+        " 0B.mlp.L0 0B.dispatch.L0 1B.mlp.L0 1B.dispatch.L0 0B.attn.L0 0B.pre"
+        " 1B.attn.L0 1B.pre"
     )
 
 

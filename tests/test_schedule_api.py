@@ -232,7 +232,7 @@ def refusals_of_sharded_models() -> list[str]:
     messages: list[str] = []
     case = Case(strategy="optim_grads_params", layers=3, microbatches=3)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    one_unit, shared_layers, in_parts = (support.reference(case) for _ in range(3))
+    one_unit, shared_layers, in_parts, below = (support.reference(case) for _ in range(4))
     fully_shard(one_unit, mesh=mesh)
     for layer in shared_layers.layers[:2]:
         fully_shard(layer, mesh=mesh)
@@ -241,11 +241,14 @@ def refusals_of_sharded_models() -> list[str]:
         fully_shard(layer.attention, mesh=mesh)
         fully_shard(layer, mesh=mesh)
     fully_shard(in_parts, mesh=mesh)
+    for module in (*below.layers, below.embedding, below):
+        fully_shard(module, mesh=mesh)
     tight = replace(case, order="paired", budget=1)
     for parts, config in (
         (one_unit, case.config),
         (shared_layers, case.config),
         (in_parts, case.config),
+        (below, case.config),
         (support.build(case), tight.config),
     ):
         try:
@@ -257,11 +260,12 @@ def refusals_of_sharded_models() -> list[str]:
 
 def test_units_that_are_not_layers_and_a_budget_too_small_are_refused(ranks2: RankPool) -> None:
     for messages in ranks2.run(refusals_of_sharded_models):
-        one_unit, shared_layers, in_parts, tight = messages
+        one_unit, shared_layers, in_parts, below, tight = messages
         assert one_unit.startswith("layer 0 (MoELayer) is not a unit of its own")
         assert shared_layers.startswith("layer 2 (MoELayer) is not a unit of its own")
         assert "blocks.0.attention" in in_parts
         assert "neither layers nor the root" in in_parts
+        assert below.startswith("units embedding are neither layers nor the root")
         assert "expected at least 2, got 1" in tight
 
 

@@ -14,7 +14,8 @@ cost::
 It is told where exchanges take a twentieth of compute or more.
 
 With ``--data-parallel-sharding-strategy`` megatron-core's models are in its FSDP v1 and ours in
-``fully_shard``; gathers and reductions are then in the difference, too, and no share is told.
+``fully_shard``; gathers and reductions are then in the difference, too, and no share is told. Both
+may fuse weight gradients into their reductions (``--gradient-accumulation-fusion``).
 
 With ``--emulate none`` it is ``--nproc`` real ranks; compute alone is then the standard step less
 the time that NCCL's exchange kernels take in it, waiting for other ranks with it.
@@ -93,7 +94,8 @@ class _Sample:
     host_s: float
     """Until all was issued."""
     peak_bytes: int
-    """The most that was allocated over models and gradients."""
+    """The most that was in use over models and gradients: what is freed while another stream reads
+    it (``record_stream``) is in use until then, though torch does not call it allocated."""
 
 
 @final
@@ -220,7 +222,7 @@ class _Bench:
         return _Sample(
             step_time_s=world.slowest(end_s - start_s),
             host_s=issued_s - start_s,
-            peak_bytes=torch.cuda.max_memory_allocated() - rest_bytes if is_gpu else 0,
+            peak_bytes=_peak_bytes() - rest_bytes if is_gpu else 0,
         )
 
     def _variant_of(self, kind: _Kind) -> _Variant:
@@ -311,6 +313,7 @@ class _Bench:
             "seq_length": args.seq_length,
             "transformer_impl": str(args.transformer_impl),
             "strategy": str(args.data_parallel_sharding_strategy),
+            "gradient_accumulation_fusion": args.gradient_accumulation_fusion,
             "routing": _routing(args),
             "rounds": args.rounds,
             "link_s": link_s,
@@ -322,6 +325,10 @@ class _Bench:
     def _batches(self, number: int) -> list[Microbatch]:
         made = self._data.microbatches(number, self._args.num_microbatches)
         return [(tokens.to(self._device), labels.to(self._device)) for tokens, labels in made]
+
+
+def _peak_bytes() -> int:
+    return torch.cuda.memory_stats()["active_bytes.all.peak"]
 
 
 @final
@@ -355,10 +362,11 @@ def _mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def table(result: Mapping[str, Any]) -> Table:
     """The result for people."""
+    fused = ", fused weight gradients" if result["gradient_accumulation_fusion"] else ""
     shown = Table(
         title=f"GPTModel, {result['num_layers']} layers ({result['transformer_impl']}), "
         f"{result['num_microbatches']} microbatches of {result['micro_batch_size']} x "
-        f"{result['seq_length']} tokens, routing {result['routing']}, {result['strategy']}; "
+        f"{result['seq_length']} tokens, routing {result['routing']}, {result['strategy']}{fused}; "
         f"{result['device']}, "
         f"{result['world']}; median of {result['rounds']} rounds",
         caption=f"exchanges take {_ms(result['link_s'])}; best of "

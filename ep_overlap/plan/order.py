@@ -10,7 +10,8 @@ Three orders, and a forward pass alone:
   interleaved as well, for one more microbatch of activations.
 
 Source of the plain order: Megatron-LM's ``combined_1f1b`` schedule, with
-``TransformerLayerSchedulePlan.run`` (``megatron/core/models/common/model_chunk_schedule_plan.py``).
+``TransformerLayerSchedulePlan.run`` (``megatron/core/models/common/model_chunk_schedule_plan.py``);
+the backward of ``pre`` comes ahead of the first layer's last W node here, not behind.
 """
 
 from collections.abc import Iterable
@@ -155,7 +156,6 @@ def serial(
         order.append(_post(microbatch, Phase.BACKWARD))
         for layer in reversed(range(shape.num_layers)):
             order += writer.fill((*_AGAIN, *backward), (microbatch,), (layer,))
-        order.append(_pre(microbatch, Phase.BACKWARD))
     return order
 
 
@@ -218,7 +218,11 @@ class _Writer:
     def fill(
         self, template: _Template, microbatches: tuple[int, ...], layers: tuple[int, ...]
     ) -> list[Compute]:
-        """Fill a template in, less what a layer's kind lacks and layers below the first."""
+        """Fill a template in, less what a layer's kind lacks and layers below the first.
+
+        Behind the backward of the first layer's attn comes that of pre: its gradient, of a whole
+        vocabulary, is then reduced beside the W nodes and the other microbatch's that are left.
+        """
         filled: list[Compute] = []
         for place in template:
             assert place.layer is not None, "templates hold nodes of layers"
@@ -233,9 +237,10 @@ class _Writer:
             else:
                 is_wanted = place.phase is not Phase.RECOMPUTE and place.node in NODES_OF[kind]
             if is_wanted:
-                filled.append(
-                    Compute(microbatches[place.microbatch], place.phase, place.node, layer)
-                )
+                microbatch = microbatches[place.microbatch]
+                filled.append(Compute(microbatch, place.phase, place.node, layer))
+                if layer == 0 and (place.phase, place.node) == (Phase.BACKWARD, Node.ATTN):
+                    filled.append(_pre(microbatch, Phase.BACKWARD))
         return filled
 
     def forward(self, microbatch: int) -> list[Compute]:
@@ -249,7 +254,7 @@ class _Writer:
         template = (*_AGAIN, *_SERIAL_BACKWARD_OVER_WGRAD) if self.recompute else _ONE_BACKWARD
         for layer in reversed(range(self.shape.num_layers)):
             order += self.fill(template, (microbatch,), (layer, layer - 1))
-        return [*order, _pre(microbatch, Phase.BACKWARD)]
+        return order
 
     def last_combine(self, microbatch: int) -> list[Compute]:
         """The first exchange of a backward: combine of the last layer, if that is MoE and not
@@ -275,8 +280,8 @@ def _plain(writer: _Writer, num_microbatches: int) -> list[Compute]:
         forward = backward + 1
         order += [_pre(forward, Phase.FORWARD), _post(backward, Phase.BACKWARD)]
         order += writer.steady(backward=backward, forward=forward)
-        # post.F waits for the last combine.F, which attn.B, attn.W and pre.B hide.
-        order += [_pre(backward, Phase.BACKWARD), _post(forward, Phase.FORWARD)]
+        # It waits for the last combine.F, which attn.B, pre.B and attn.W hide.
+        order.append(_post(forward, Phase.FORWARD))
     return order + writer.backward(num_microbatches - 1)
 
 
@@ -294,7 +299,6 @@ def _paired(writer: _Writer, num_microbatches: int) -> list[Compute]:
             _post(forward - 1, Phase.FORWARD),
             _pre(forward, Phase.FORWARD),
             *layers[start:],
-            _pre(backward, Phase.BACKWARD),
         ]
     return order + _two_backwards(writer, num_microbatches - 2)
 
@@ -320,7 +324,7 @@ def _two_backwards(writer: _Writer, first: int) -> list[Compute]:
     for layer in reversed(range(writer.shape.num_layers)):
         template = _TWO_BACKWARDS_AGAIN if writer.recompute else _TWO_BACKWARDS
         order += writer.fill(template, (first, second), (layer, layer - 1))
-    return [*order, _pre(first, Phase.BACKWARD), _pre(second, Phase.BACKWARD)]
+    return order
 
 
 def computes_of(actions: Iterable[object]) -> list[Compute]:

@@ -84,6 +84,9 @@ class GraphedFunction:
             return self._function(tensor, *constants)
         read = tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in parameters)
         key = (tensor.shape, tensor.dtype, tensor.requires_grad, read)
+        if key not in self._idle:
+            # Graphs of weights that are elsewhere by now, or frozen since, are of the past.
+            self._idle = {known: kept for known, kept in self._idle.items() if known[-1] == read}
         idle = self._idle.setdefault(key, [])
         if idle:
             captured = idle.pop()

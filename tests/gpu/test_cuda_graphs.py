@@ -1,5 +1,6 @@
 """Pieces of nodes that are replayed from CUDA graphs: bit for bit what is else called."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -95,6 +96,21 @@ def test_a_call_that_is_dropped_gives_its_graphs_back_and_evaluation_takes_none(
         parameter.requires_grad_(False)
     assert not function(x.detach()).requires_grad
     assert function.num_captured == 3, "nothing is wanted"
+
+
+def test_graphs_of_weights_that_are_elsewhere_go_and_their_memory_with_them() -> None:
+    module = block()
+    function = GraphedFunction(module, [module])
+    x = torch.randn(8, 64, device="cuda")
+    held: list[int] = []
+    for _ in range(4):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        assert torch.equal(function(x), module(x))
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert function.num_captured == 4
+    assert held[3] == held[2] == held[1]
 
 
 # ---- a GPTModel ----------------------------------------------------------------------------------
