@@ -8,6 +8,9 @@ from ep_overlap.plan.order import OrderName
 
 PAIRED_FROM_MICROBATCHES: Final = 2
 """From so many microbatches on, the paired order has two forwards to interleave."""
+GRAPHED_TILE: Final = 64
+"""Attention is replayed from CUDA graphs for a multiple of so many tokens: see
+``models.megatron_graphs``."""
 
 
 @dataclass(frozen=True, kw_only=True)

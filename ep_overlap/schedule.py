@@ -360,9 +360,11 @@ class OverlapSchedule:
 
     def _hook_last_givers(self) -> None:
         """After the last node of a microbatch that gives a unit gradients: ``seal``."""
+        if not self._units:
+            return
         last_giver: dict[tuple[str, int], Compute] = {}
         last_microbatch: dict[str, int] = {}
-        for action in computes_of(self.plan.actions) if self._units else ():
+        for action in computes_of(self.plan.actions):
             for name in units_given(action, has_head=self._has_head):
                 last_giver[name, action.microbatch] = action
                 last_microbatch[name] = action.microbatch

@@ -72,14 +72,15 @@ class GroupCommunicator:
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Let NCCL connect the group's ranks; elsewhere nothing. Collective.
 
-    Else it does so in the first collective, which holds the host for tenths of a second: in a first
-    step, between two launches, so that the device runs dry.
+    Else it does so in the first collective of a kind, which holds the host for tenths of a second:
+    in a first step, between two launches, so that the device runs dry.
     """
-    if device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
+    if "nccl" not in dist.get_backend_config(group):
         return
     whole, shard = torch.zeros(group.size(), device=device), torch.zeros(1, device=device)
     dist.all_gather_into_tensor(whole, shard, group=group)
     dist.reduce_scatter_tensor(shard, whole, group=group)
+    dist.all_reduce(shard, group=group)
 
 
 def new_torch_group(ranks: Sequence[int], name: str, *, backend: str | None = None) -> ProcessGroup:

@@ -149,8 +149,8 @@ def _make_communicators(
             for lane in ("gather", "reduce", "rescue")
         }
         if ranks.size > 1:
-            connect(groups["gather"], device)
-            connect(groups["reduce"], device)
+            for lane in ("gather", "reduce"):  # a rescue is a miss: it may take its time
+                connect(groups[lane], device)
         made[ranks.members] = Communicators(
             **{lane: GroupCommunicator(group, counters) for lane, group in groups.items()}
         )

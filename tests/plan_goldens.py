@@ -5,7 +5,7 @@ Read the difference before you commit it: these files are the schedule.
 
 from pathlib import Path
 
-from plan_shapes import shape, zero3
+from plan_shapes import ZERO3, shape, zero3
 
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.lower import Sharding, Strategy
@@ -54,6 +54,12 @@ def golden_plans() -> dict[str, Plan]:
         plans[f"paired_{strategy}"] = build_plan(
             shape=shape("mm"), num_microbatches=2, sharding=Sharding(strategy=strategy)
         )
+    plans["paired_sharded_head"] = build_plan(
+        shape=shape("mm"),
+        num_microbatches=4,
+        delay_wgrad=True,
+        sharding=Sharding(strategy=ZERO3, has_head=True),
+    )
     plans["forward_sharded"] = build_plan(
         shape=shape("mdm"), num_microbatches=2, sharding=zero3(), evaluate=True
     )

@@ -101,7 +101,10 @@ def test_skewed_routing_is_megatrons_own_and_the_same_for_both_sides(spread: flo
         ("--plot steps.pdf", "--plot steps.pdf: expected a name that ends in .png or .svg"),
         ("--sharding", "--sharding --against megatron: expected --against fsdp2"),
         ("--model reference", "--against megatron with --model reference"),
-        ("--gradient-accumulation-fusion", "expected a sharding strategy other than no_shard"),
+        (
+            "--cuda-graphs --transformer-impl transformer_engine --seq-length 100",
+            "--cuda-graphs with --seq-length 100: expected a multiple of 64",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(flags: str, words: str) -> None:

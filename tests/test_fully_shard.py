@@ -420,3 +420,37 @@ def deep_copy_of_a_plain_block_and_of_a_placeholder() -> str:
 def test_a_placeholder_shows_its_names_and_refuses_to_be_read(ranks2: RankPool) -> None:
     for message in ranks2.run(deep_copy_of_a_plain_block_and_of_a_placeholder):
         assert message.startswith("up.weight is read while unit blocks.0 is released")
+
+
+# ---- communicators -------------------------------------------------------------------------------
+
+
+def issued_when_a_root_is_made(backend: str) -> list[tuple[str, str]]:
+    """Collectives, and the group's name, as if groups had this backend."""
+    seen: list[tuple[str, str]] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        collective = getattr(dist, name)
+
+        def noted(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+            seen.append((name, group.group_desc))
+            return collective(*args, group=group, **kwargs)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: backend)
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+            patch.setattr(dist, name, noting(name))
+        shard_stack(Stack())
+    return seen
+
+
+def test_nccl_connects_ranks_when_communicators_are_made_and_gloo_has_no_need(
+    ranks2: RankPool,
+) -> None:
+    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    for seen in ranks2.run(issued_when_a_root_is_made, "cpu:gloo,cuda:nccl"):
+        # What a rescue talks over is left: it is a miss, and may take its time.
+        assert seen == [(kind, f"{lane}-0-1") for lane in ("gather", "reduce") for kind in kinds]
+    assert ranks2.run(issued_when_a_root_is_made, "gloo") == [[], []]

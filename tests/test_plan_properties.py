@@ -7,14 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_shapes import arguments, plans
 
-from ep_overlap.plan.action import PINNED_UNITS, Compute, Lane, Sync, UnitAction, UnitOp
+from ep_overlap.plan.action import (
+    HEAD_UNIT,
+    PINNED_UNITS,
+    ROOT_UNIT,
+    Compute,
+    Lane,
+    Sync,
+    UnitAction,
+    UnitOp,
+)
 from ep_overlap.plan.build import build_plan, parse_words, plan_from_words
 from ep_overlap.plan.check import check
 from ep_overlap.plan.edges import REDUCE_DEPTH, dependencies
 from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import OrderName, combined_1f1b, forward_only, serial
 from ep_overlap.plan.plan import Plan
-from ep_overlap.plan.units import reductions
+from ep_overlap.plan.units import Reduction, reductions
 
 BRIEF = settings(max_examples=120, deadline=None)
 
@@ -112,22 +121,30 @@ def test_live_units_never_exceed_the_budget_and_end_at_none(plan: Plan) -> None:
 
 
 @BRIEF
-@given(arguments(), st.sampled_from(Strategy))
+@given(arguments(), st.sampled_from(Strategy), st.booleans())
 def test_full_size_gradient_buffers_in_flight_stay_bounded(
-    given_arguments: dict[str, Any], strategy: Strategy
+    given_arguments: dict[str, Any], strategy: Strategy, has_head: bool
 ) -> None:
-    sharding = Sharding(strategy=strategy, reduce_each_microbatch=True)
+    sharding = Sharding(strategy=strategy, reduce_each_microbatch=True, has_head=has_head)
     plan = build_plan(**{**given_arguments, "sharding": sharding})
     known = known_before(plan)
-    layers = [found for found in reductions(plan.actions) if found.unit not in PINNED_UNITS]
-    for filled in layers:
-        first = min(filled.contributions)
-        in_flight = [
-            other
-            for other in layers
-            if min(other.contributions) <= first and not known[first] >> other.reduce & 1
-        ]
-        assert len(in_flight) <= REDUCE_DEPTH
+
+    def filled_from(reduction: Reduction) -> int:
+        by_pre_alone = has_head and reduction.unit == ROOT_UNIT
+        return reduction.contributions[-1 if by_pre_alone else 0]
+
+    found = reductions(plan.actions)
+    layers = [reduction for reduction in found if reduction.unit not in PINNED_UNITS]
+    pinned = [[r for r in found if r.unit == unit] for unit in (ROOT_UNIT, HEAD_UNIT)]
+    for turns in (layers, *pinned):
+        for filled in turns:
+            first = filled_from(filled)
+            in_flight = [
+                other
+                for other in turns
+                if filled_from(other) <= first and not known[first] >> other.reduce & 1
+            ]
+            assert len(in_flight) <= REDUCE_DEPTH
 
 
 @BRIEF

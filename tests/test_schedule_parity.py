@@ -64,6 +64,8 @@ ON_TWO_RANKS = [
     Case(strategy="optim_grads", head=True, order="paired", layers=1, microbatches=3, ep=2),
     Case(strategy=SHARDED, head=True, order="paired", layers=3, microbatches=4, ep=2, budget=2),
     Case(strategy=SHARDED, head=True, order_text=last_first(3), layers=3, budget=2),
+    Case(strategy=SHARDED, head=True, order="paired", microbatches=3, ep=2, delay=True, fuse=True),
+    Case(strategy=SHARDED, head=True, order="plain", ep=2, recompute=True),
 ]
 ON_FOUR_RANKS = [
     Case(strategy=SHARDED, order="paired", layers=3, microbatches=3, ep=2),

@@ -64,7 +64,6 @@ def test_what_it_found_is_told_part_by_part() -> None:
         "seq_length": 16,
         "routing": "balanced",
         "strategy": "optim_grads_params",
-        "gradient_accumulation_fusion": False,
         "device": "CPU",
         "world": "2 ranks over gloo",
         "rounds": 1,

@@ -15,6 +15,7 @@ from ep_overlap.commands.arguments import (
     TransformerImpl,
     spelled,
 )
+from ep_overlap.config import GRAPHED_TILE
 from ep_overlap.links.emulated_speed import parse_emulated_links
 from ep_overlap.links.speed import parse_rate
 from ep_overlap.plan.lower import Strategy
@@ -89,7 +90,6 @@ _MEGATRON_READS: Final = (
     "rounds",
     "moe_router_force_load_balancing",
     "data_parallel_sharding_strategy",
-    "gradient_accumulation_fusion",
     "max_unsharded_units",
 )
 """What it reads, all in all."""
@@ -228,13 +228,10 @@ def _bad_emulation(args: BenchArguments, environ: Mapping[str, str]) -> Iterator
             "--cuda-graphs with optim_grads_params, whose weights are elsewhere after each gather; "
             "expected another --data-parallel-sharding-strategy"
         )
-    is_sharded = args.data_parallel_sharding_strategy is not Strategy.NO_SHARD
-    uses_te = args.transformer_impl is TransformerImpl.TRANSFORMER_ENGINE
-    if args.gradient_accumulation_fusion and not (is_sharded and uses_te):
+    if args.cuda_graphs and args.seq_length % GRAPHED_TILE:
         yield (
-            "--gradient-accumulation-fusion with --against megatron: expected a sharding strategy "
-            "other than no_shard, and --transformer-impl transformer_engine; else ours has no "
-            "reduction to write into, or theirs needs Apex"
+            f"--cuda-graphs with --seq-length {args.seq_length}: expected a multiple of "
+            f"{GRAPHED_TILE}"
         )
     if size == 1:
         yield f"{flag} 1 with --against megatron: its overlap needs expert parallelism, 2 or more"

@@ -14,8 +14,7 @@ cost::
 It is told where exchanges take a twentieth of compute or more.
 
 With ``--data-parallel-sharding-strategy`` megatron-core's models are in its FSDP v1 and ours in
-``fully_shard``; gathers and reductions are then in the difference, too, and no share is told. Both
-may fuse weight gradients into their reductions (``--gradient-accumulation-fusion``).
+``fully_shard``; gathers and reductions are then in the difference, too, and no share is told.
 
 With ``--emulate none`` it is ``--nproc`` real ranks; compute alone is then the standard step less
 the time that NCCL's exchange kernels take in it, waiting for other ranks with it.
@@ -313,7 +312,6 @@ class _Bench:
             "seq_length": args.seq_length,
             "transformer_impl": str(args.transformer_impl),
             "strategy": str(args.data_parallel_sharding_strategy),
-            "gradient_accumulation_fusion": args.gradient_accumulation_fusion,
             "routing": _routing(args),
             "rounds": args.rounds,
             "link_s": link_s,
@@ -362,11 +360,10 @@ def _mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def table(result: Mapping[str, Any]) -> Table:
     """The result for people."""
-    fused = ", fused weight gradients" if result["gradient_accumulation_fusion"] else ""
     shown = Table(
         title=f"GPTModel, {result['num_layers']} layers ({result['transformer_impl']}), "
         f"{result['num_microbatches']} microbatches of {result['micro_batch_size']} x "
-        f"{result['seq_length']} tokens, routing {result['routing']}, {result['strategy']}{fused}; "
+        f"{result['seq_length']} tokens, routing {result['routing']}, {result['strategy']}; "
         f"{result['device']}, "
         f"{result['world']}; median of {result['rounds']} rounds",
         caption=f"exchanges take {_ms(result['link_s'])}; best of "

@@ -6,8 +6,7 @@
     no_shard             the GPTModel                      the GPTModel
     any other            in its FSDP v1                    in fully_shard
 
-Sharded, both compute in bfloat16, reduce in bfloat16 and add up in float32. With
-``--gradient-accumulation-fusion`` both write weight gradients where they are reduced from.
+Sharded, both compute in bfloat16, reduce in bfloat16 and add up in float32.
 """
 
 from collections.abc import Callable, Generator
@@ -25,7 +24,6 @@ from ep_overlap.plan.lower import Strategy
 from fsdp_hooks.collectives import new_torch_group
 from fsdp_hooks.precision import MixedPrecision
 from fsdp_hooks.shard import fully_shard
-from fsdp_hooks.wgrad_layers import manage_wgrad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +77,11 @@ class ModelMaker:
         and their weights soon elsewhere, it is none of those measured."""
         if self.is_sharded:
             self._data = new_torch_group(range(world.size), "data")
-            self._first = self._gpt(overlap=False, delay=False, fuse=False)
+            self._first = self._gpt(overlap=False, delay=False)
 
     def make(self, *, is_ours: bool, overlap: bool, delay: bool) -> MeasuredModel:
         """One more. The flags are megatron-core's."""
-        # A setting of its layers; ours are asked (``manage_wgrad``).
-        fuse = self._args.gradient_accumulation_fusion and not is_ours
-        model = self._gpt(overlap=overlap, delay=delay, fuse=fuse)
+        model = self._gpt(overlap=overlap, delay=delay)
         if self.is_sharded:
             return self._in_fully_shard(model) if is_ours else self._in_fsdp_v1(model)
         self._first = self._first or model
@@ -97,7 +93,7 @@ class ModelMaker:
             clear_gradients=lambda: model.zero_grad(set_to_none=False),
         )
 
-    def _gpt(self, *, overlap: bool, delay: bool, fuse: bool) -> Any:
+    def _gpt(self, *, overlap: bool, delay: bool) -> Any:
         from ep_overlap.models.megatron_build import MegatronSizes, build_gpt
 
         args = self._args
@@ -125,7 +121,6 @@ class ModelMaker:
                 "bias_activation_fusion": is_fused,
                 "overlap_moe_expert_parallel_comm": overlap,
                 "delay_wgrad_compute": delay,
-                "gradient_accumulation_fusion": fuse,
                 "moe_router_force_biased": args.moe_router_force_biased,
             },
         )
@@ -155,8 +150,6 @@ class ModelMaker:
             assert module is not None, "built with an output layer of its own"
             fully_shard(module, mesh=mesh_of, strategy=strategy, mp=mp)
         fully_shard(model, mesh=mesh_of, strategy=strategy, mp=mp, grad_divisor=self._size)
-        if self._args.gradient_accumulation_fusion:
-            manage_wgrad(model, fuse=True, layer_types=parts.wgrad_layers)
         return MeasuredModel(
             whole=model,
             pg_collection=model.pg_collection,

@@ -8,11 +8,11 @@ experts get as many tokens as the router sends. megatron-core calls it ``cuda_gr
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterator
-from typing import Any, Final, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
+from ep_overlap.config import GRAPHED_TILE
 from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.models.megatron_layers import Attention, called_attention
 from ep_overlap.run.cuda_graph import GraphedFunction
@@ -24,10 +24,6 @@ try:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
-
-
-_TILE: Final = 64
-"""Of tokens."""
 
 
 def graphed_attention(layer: TransformerLayer) -> Attention:
@@ -43,27 +39,23 @@ def graphed_attention(layer: TransformerLayer) -> Attention:
         raise ValueError(
             f"cuda_graphs with {found}, expected {expected}; leave cuda_graphs out, or change that"
         )
-    attention = called_attention(layer)
-
-    def captured(hidden: Tensor, attention_mask: Any, rotary: Any) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            _check_length(len(hidden))
-        return attention(hidden, attention_mask, rotary)
-
-    return GraphedFunction(captured, _modules_of_attention(layer))
+    modules = _modules_of_attention(layer)
+    return GraphedFunction(called_attention(layer), modules, check=_check_length)
 
 
-def _check_length(seq_length: int) -> None:
-    """cuDNN's backward of attention reads whole tiles, past the end of its tensors. Elsewhere that
-    is somebody else's memory, and of no effect; behind a graph's own there may be none.
+def _check_length(hidden: Tensor) -> None:
+    """The backward of cuDNN's attention reads whole tiles, past the end of shorter tensors: mostly
+    into other tensors of torch's pool, without effect. Behind a graph's own pool there may be no
+    memory: 32 tokens end in an illegal access (compute-sanitizer names the kernel,
+    ``sdpa_sm90_flash_bprop_wgmma_f16_..._64x64x64``; torch 2.11, H200).
 
     Raises:
         ValueError: the last tile is not whole.
     """
-    if seq_length % _TILE:
+    if len(hidden) % GRAPHED_TILE:
         raise ValueError(
-            f"cuda_graphs with sequences of {seq_length} tokens, expected a multiple of {_TILE}; "
-            "leave cuda_graphs out, or pad them"
+            f"cuda_graphs with sequences of {len(hidden)} tokens, expected a multiple of "
+            f"{GRAPHED_TILE}; leave cuda_graphs out, or pad them"
         )
 
 

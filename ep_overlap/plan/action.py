@@ -109,7 +109,8 @@ class Lane(StrEnum):
 
 
 ROOT_UNIT: Final = "root"
-"""The unit of what belongs to no layer: embedding, final norm, output layer."""
+"""The unit of what belongs to no layer: embedding, final norm, and the output layer where that is
+no unit of its own."""
 
 HEAD_UNIT: Final = "head"
 """The output layer's, where it is a unit of its own."""

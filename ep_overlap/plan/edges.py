@@ -10,7 +10,9 @@ from itertools import pairwise
 from typing import Final
 
 from ep_overlap.plan.action import (
+    HEAD_UNIT,
     PINNED_UNITS,
+    ROOT_UNIT,
     Action,
     Compute,
     Lane,
@@ -180,17 +182,20 @@ def _add_reductions(actions: Sequence[Action], needed: list[set[int]]) -> None:
     """REDUCE after what it reduces, and back-pressure (``REDUCE_DEPTH``).
 
     The root unit's buffer is in use from the first node of a backward to the last, and the head's
-    is filled ahead of all layers', so they take no part in the turns of the layers' buffers; their
-    own take turns with each other.
+    is filled ahead of all layers', so they take no part in the turns of the layers' buffers; each
+    takes turns with itself. Where there is a head, post gives the root next to nothing, a norm's:
+    its buffer counts from pre on.
     """
     found = [reduction for reduction in reductions(actions) if reduction.contributions]
     for reduction in found:
         needed[reduction.reduce].update(reduction.contributions)
     layers = [reduction for reduction in found if reduction.unit not in PINNED_UNITS]
     pinned = [[r for r in found if r.unit == unit] for unit in sorted(PINNED_UNITS)]
+    has_head = any(reduction.unit == HEAD_UNIT for reduction in found)
     for turns in (layers, *pinned):
         for done, filled in zip(turns, turns[REDUCE_DEPTH:], strict=False):
-            first = min(filled.contributions)
+            is_pre_alone = has_head and filled.unit == ROOT_UNIT
+            first = (max if is_pre_alone else min)(filled.contributions)
             # An order of one's own may fill more buffers than that before it reduces any, and a
             # unit that reduces once a step keeps its buffer throughout: nothing to wait for then.
             if done.reduce < first:

@@ -138,12 +138,13 @@ def add_reduce(actions: Sequence[Action], *, each_microbatch: bool, has_head: bo
         if isinstance(action, Compute):
             for unit in units_given(action, has_head=has_head):
                 last[unit, action.microbatch if each_microbatch else None] = index
-    unit_behind = {index: unit for (unit, _), index in last.items()}
+    complete: dict[int, list[str]] = {}  # behind an action
+    for (unit, _), index in last.items():
+        complete.setdefault(index, []).append(unit)
     lowered: list[Action] = []
     for index, action in enumerate(actions):
         lowered.append(action)
-        if index in unit_behind:
-            lowered.append(UnitAction(UnitOp.REDUCE, unit_behind[index]))
+        lowered += (UnitAction(UnitOp.REDUCE, unit) for unit in complete.get(index, ()))
     return lowered
 
 
@@ -153,7 +154,7 @@ def add_residency(actions: Sequence[Action], *, budget: int, has_head: bool) -> 
     Within the stays that ``residency`` chose, everything happens as early as it can: a release
     right after the stay's last reader, a gather as soon as a slot is free, but no earlier than
     the start of the group before its first reader. The root stays for the whole step; the head
-    from there to its last reader.
+    comes a group ahead of the first ``post`` and stays until the last.
 
     Raises:
         ValueError: the budget is below what one group of the order needs.
@@ -177,10 +178,12 @@ def add_residency(actions: Sequence[Action], *, budget: int, has_head: bool) -> 
 
 
 def _stay_of_head(actions: Sequence[Action], groups: Sequence[Group]) -> Window:
+    """The head's one stay, as if the first ``post`` were a group of its own."""
     readers = [i for i, a in enumerate(actions) if HEAD_UNIT in units_read(a, has_head=True)]
+    num_groups_before = sum(group.last < readers[0] for group in groups)
     return Window(
         unit=HEAD_UNIT,
-        first_group=sum(group.last < readers[0] for group in groups),
+        first_group=num_groups_before,
         first_reader=readers[0],
         last_reader=readers[-1],
     )

@@ -11,7 +11,7 @@ Three orders, and a forward pass alone:
 
 Source of the plain order: Megatron-LM's ``combined_1f1b`` schedule, with
 ``TransformerLayerSchedulePlan.run`` (``megatron/core/models/common/model_chunk_schedule_plan.py``);
-the backward of ``pre`` comes ahead of the first layer's last W node here, not behind.
+the backward of ``pre`` comes ahead of the first layer's last W nodes here, not behind them.
 """
 
 from collections.abc import Iterable
@@ -218,10 +218,11 @@ class _Writer:
     def fill(
         self, template: _Template, microbatches: tuple[int, ...], layers: tuple[int, ...]
     ) -> list[Compute]:
-        """Fill a template in, less what a layer's kind lacks and layers below the first.
+        """Fill a template in, less what a layer's kind lacks and layers below the first; and put
+        the backward of pre behind that of the first layer's attn.
 
-        Behind the backward of the first layer's attn comes that of pre: its gradient, of a whole
-        vocabulary, is then reduced beside the W nodes and the other microbatch's that are left.
+        So the gradient of a whole vocabulary is reduced beside the W nodes, and the other
+        microbatch's nodes, that are left.
         """
         filled: list[Compute] = []
         for place in template:

@@ -9,7 +9,8 @@
 Between its forward and its backward, a call's graphs hold what autograd has saved; so each call in
 flight has graphs of its own. They are captured when all others are in use: in a schedule's first
 steps, as many as it has microbatches in flight; later none. A capture waits for the device, and its
-graphs keep the memory of what they save, and of the parameters' gradients, for good.
+graphs keep the memory of what they save, and of the parameters' gradients, until weights have moved
+or been frozen: then all are made anew.
 
 ``torch.cuda.make_graphed_callables`` captures in the same way. It hands out the memory of its
 gradients, which autograd may take for the ``.grad`` that further microbatches add to; and it lets
@@ -61,14 +62,22 @@ class GraphedFunction:
         function: ``(tensor, *constants) -> output``. For tensors of one shape it must launch the
             same work on the same memory, draw nothing random and call no collective.
         modules: whose own parameters it reads, which stay where they are.
+        check: raises for a tensor that it cannot be captured with.
     """
 
-    def __init__(self, function: Callable[..., Tensor], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        modules: Sequence[nn.Module],
+        *,
+        check: Callable[[Tensor], None] | None = None,
+    ) -> None:
         self._function = function
+        self._check = check
         self._modules = tuple(m for module in modules for m in module.modules() if m._parameters)
         self._idle: dict[_Key, list[_Captured]] = {}
         self.num_captured = 0
-        """How many calls have been in flight at once."""
+        """Graphs that were made: where weights stay, as many as calls were in flight at once."""
 
     def __call__(self, tensor: Tensor, *constants: Any) -> Tensor:
         """``function`` of them. ``constants``: the same with every tensor of one shape."""
@@ -91,6 +100,8 @@ class GraphedFunction:
         if idle:
             captured = idle.pop()
         else:
+            if self._check is not None:
+                self._check(tensor)
             with _stand_ins(self._modules) as stand_ins:
                 captured = _capture(self._function, tensor, constants, stand_ins)
             self.num_captured += 1

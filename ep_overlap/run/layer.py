@@ -188,7 +188,10 @@ class ModelParts[BatchT, StateT](Protocol):
 
     @property
     def head(self) -> nn.Module | None:
-        """The output layer, which may be a unit of its own; None where ``pre`` uses its weights."""
+        """The output layer, which may be a unit of its own; None where ``pre`` uses its weights.
+
+        What else uses it, such as heads of multi-token prediction, runs in ``post``.
+        """
         ...
 
     def collectives(self, node: Node) -> Sequence[Collective]:

@@ -25,6 +25,7 @@ NUM_MICROBATCHES = 6
 IN_FLIGHT = {"plain": 2, "paired": 4}
 """Microbatches, by order."""
 NUM_LAYERS = 2
+SEQ_LENGTH = 128
 NUM_STEPS = 3
 
 
@@ -132,7 +133,7 @@ def one_of_two() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def gpt(impl: str = "transformer_engine", seq_length: int = 128, **settings: object):
+def gpt(impl: str = "transformer_engine", **settings: object):
     sizes = MegatronSizes(
         num_layers=NUM_LAYERS,
         hidden_size=256,
@@ -140,7 +141,7 @@ def gpt(impl: str = "transformer_engine", seq_length: int = 128, **settings: obj
         ffn_hidden_size=64,
         num_experts=4,
         topk=2,
-        seq_length=seq_length,
+        seq_length=SEQ_LENGTH,
         vocab_size=256,
         transformer_impl=impl,
         dtype=torch.bfloat16,
@@ -157,7 +158,9 @@ def trained(order: str, *, cuda_graphs: bool) -> tuple[list[Tensor], list[int]]:
     losses: list[Tensor] = []
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(256, (NUM_MICROBATCHES, 2, 129), generator=generator).cuda()
+        tokens = torch.randint(
+            256, (NUM_MICROBATCHES, 2, SEQ_LENGTH + 1), generator=generator
+        ).cuda()
         batches = [parts.batch(text[:, :-1], text[:, 1:]) for text in tokens]
         optimizer.zero_grad()
         losses += schedule.step(batches, mean_loss).losses
@@ -206,5 +209,5 @@ def test_what_cannot_be_replayed_is_refused_by_name() -> None:
         short = torch.zeros(1, 100, dtype=torch.int64, device="cuda")
         with pytest.raises(ValueError, match="sequences of 100 tokens, expected a multiple of 64"):
             schedule.step([parts.batch(short, short)], mean_loss)
-        whole = torch.zeros(1, 128, dtype=torch.int64, device="cuda")
+        whole = torch.zeros(1, SEQ_LENGTH, dtype=torch.int64, device="cuda")
         assert schedule.step([parts.batch(whole, whole)], mean_loss).losses[0].isfinite()
