@@ -43,7 +43,7 @@ class FlatBuffer:
     @property
     def is_allocated(self) -> bool:
         """Whether the storage is there; always so without elements."""
-        return self.nbytes == 0 or self._storage.size() > 0
+        return self.nbytes == 0 or self._storage.nbytes() > 0
 
     @property
     def flat(self) -> Tensor:
@@ -58,10 +58,12 @@ class FlatBuffer:
         ours = self._storage.data_ptr()
         return ours != 0 and tensor.untyped_storage().data_ptr() == ours
 
-    def allocate(self) -> None:
-        """Give the storage its memory back, with undefined content. Idempotent."""
-        if not self.is_allocated:
+    def allocate(self) -> Tensor:
+        """Give the storage its memory back, with undefined content, and return ``flat``.
+        Idempotent."""
+        if self._storage.nbytes() == 0:
             self._storage.resize_(self.nbytes)
+        return self._flat
 
     def free(self) -> None:
         """Free the memory; the storage object and its views stay. Idempotent."""

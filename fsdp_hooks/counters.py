@@ -32,7 +32,8 @@ class Counters:
             self._all_reduces += all_reduces
             self._hook_misses += hook_misses
             self._unsharded_bytes += unsharded_bytes
-            self._peak_unsharded_bytes = max(self._peak_unsharded_bytes, self._unsharded_bytes)
+            if self._unsharded_bytes > self._peak_unsharded_bytes:
+                self._peak_unsharded_bytes = self._unsharded_bytes
 
     def read(self) -> ShardingStats:
         """The counts so far."""

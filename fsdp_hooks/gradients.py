@@ -96,6 +96,8 @@ class Gradients:
         self._has_outer = has_outer
         self._dtypes = dtypes
         self._device = device
+        self._wire = torch.empty(0, dtype=dtypes.reduce, device=device)
+        """Makes tensors like itself, which takes less than to say how they are."""
         self._pending: dict[int, Grads] = {}
         self._sealed: deque[_Sealed] = deque()
         self._accumulated: Grads | None = None
@@ -274,11 +276,12 @@ class Gradients:
     def _pack(self, grads: Sequence[Tensor | None], scale: float | None) -> Tensor:
         """The flat input of the reduction, scaled before it is cast. Padding keeps what memory
         held; nobody reads it."""
-        whole = torch.empty(self._layout.numel, dtype=self._dtypes.reduce, device=self._device)
+        whole = self._wire.new_empty(self._layout.numel)
         views: list[Tensor] = []
         present: list[Tensor] = []
         for grad, extent in zip(grads, self._layout.extents, strict=True):
-            view = whole[extent.start : extent.stop].view(extent.shape)
+            # One call in place of a slice and its view: this runs for every gradient.
+            view = whole.as_strided(extent.shape, extent.stride, extent.start)
             if grad is None:
                 view.zero_()
             else:

@@ -18,6 +18,7 @@ piece, so every gather ends in a copy). Row-aligned flat shards are Megatron-FSD
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm, prod
 
 
@@ -27,6 +28,11 @@ class ParamExtent:
 
     shape: tuple[int, ...]
     start: int
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Elements from one index to the next, of each dimension: as of a contiguous tensor."""
+        return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
     def numel(self) -> int:

@@ -33,7 +33,7 @@ The handles are those of Megatron-FSDP (M-LM pull request 3797), as methods with
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol, final
@@ -53,12 +53,6 @@ class UnitState(Enum):
     UNSHARDED = "unsharded"
     """The module holds compute parameters, views of the unit's unsharded storage, which the AG
     lane filled. In the issued sense: a gather has been issued and no release since."""
-
-
-LEGAL_MOVES: Final[Mapping[UnitState, frozenset[UnitState]]] = {
-    UnitState.SHARDED: frozenset({UnitState.UNSHARDED}),
-    UnitState.UNSHARDED: frozenset({UnitState.SHARDED}),
-}
 
 
 class Driver(Enum):

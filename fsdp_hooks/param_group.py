@@ -76,6 +76,12 @@ class ParamGroup:
         shapes = [tuple(slot.param.shape) for slot in slots]
         self.layout = layout = flat_layout(shapes, parts.num_pieces)
         self._extents = layout.extents
+        self._places = tuple(
+            (module, attribute, index)
+            for index, slot in enumerate(slots)
+            for module, attribute in slot.owners
+        )
+        """Where each parameter is on the modules."""
         self.weights = Weights(
             layout,
             self._initial_values(),
@@ -98,6 +104,10 @@ class ParamGroup:
             device=first.device,
         )
         self.compute_params = [self._make_compute_param(i) for i in range(len(slots))]
+        rows = [rows_of(self.weights.main, e, start=self.weights.main_start) for e in self._extents]
+        self._rows = [(tuple(r.shape), r.stride(), r.storage_offset()) for r in rows]
+        """This rank's rows of each parameter, in main weights and in a gradient laid out likewise:
+        shape, strides and where they start."""
         self.sharded_params = [self._make_sharded_param(i) for i in range(len(slots))]
         self.placeholders = [
             placeholder_for(param, name=slot.name, unit=unit_name)
@@ -152,22 +162,22 @@ class ParamGroup:
                 (``half()``), or frozen: the flat storage knows nothing of it.
         """
         dtype = self.dtypes.main
-        for slot, param in zip(self.slots, self.sharded_params, strict=True):
-            is_same = all(module.get_parameter(name) is param for module, name in slot.owners)
+        for module, attribute, index in self._places:
+            param = self.sharded_params[index]
+            is_same = module._parameters.get(attribute) is param  # pyright: ignore[reportPrivateUsage]
             if is_same and param.dtype is dtype and param.requires_grad is self.requires_grad:
                 continue
             raise RuntimeError(
-                f"parameter {slot.name} was replaced, converted or frozen after fully_shard; "
-                "expected the sharded parameter as it was made. Do so before fully_shard, and "
-                "copy new values into it"
+                f"parameter {self.slots[index].name} was replaced, converted or frozen after "
+                "fully_shard; expected the sharded parameter as it was made. Do so before "
+                "fully_shard, and copy new values into it"
             )
 
     def install(self, params: Sequence[nn.Parameter]) -> None:
         """Put one of ``compute_params``, ``sharded_params``, ``placeholders`` on the modules."""
-        for slot, param in zip(self.slots, params, strict=True):
-            for module, attribute in slot.owners:
-                # Not setattr: nn.Module's checks cost microseconds a parameter, each gather.
-                module._parameters[attribute] = param  # pyright: ignore[reportPrivateUsage]
+        for module, attribute, index in self._places:
+            # Not setattr: nn.Module's checks cost microseconds a parameter, each gather.
+            module._parameters[attribute] = params[index]  # pyright: ignore[reportPrivateUsage]
 
     # ---- gradients ----------------------------------------------------------------------------
 
@@ -176,8 +186,9 @@ class ParamGroup:
         """Host, after every reduction: add what was reduced to ``.grad``."""
         if (step_grad := self.gradients.take()) is None:
             return
-        for index, param in enumerate(self.sharded_params):
-            local = self._local_rows(step_grad, index)
+        step_grad = step_grad.data
+        for index, (param, rows) in enumerate(zip(self.sharded_params, self._rows, strict=True)):
+            local = step_grad.as_strided(*rows)
             if param.grad is None:
                 param.grad = self.as_sharded(index, local)
             else:
@@ -230,7 +241,7 @@ class ParamGroup:
         shape = self._extents[index].shape
         over = [self.outer, self.placements.main][-self.mesh.device_mesh.ndim :]
         sharded = DTensor.from_local(
-            self._local_rows(self.weights.main, index),
+            self.weights.main.data.as_strided(*self._rows[index]),
             self.mesh.device_mesh,
             [Shard(0) if placement is Placement.SHARD else Replicate() for placement in over],
             run_check=False,
@@ -243,10 +254,6 @@ class ParamGroup:
         """Frameworks mark parameters (Megatron: ``allreduce``, ``sequence_parallel``, ...)."""
         vars(param).update(vars(self.slots[index].param))
         return param
-
-    def _local_rows(self, part: Tensor, index: int) -> Tensor:
-        """This rank's rows of a parameter, in main weights or in a gradient laid out like them."""
-        return rows_of(part, self._extents[index], start=self.weights.main_start)
 
 
 def _local_of(tensor: Tensor) -> Tensor:

@@ -89,9 +89,7 @@ class Stream(Protocol):
         """The stream's name."""
         ...
 
-    def run(
-        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
-    ) -> Event:
+    def run(self, work: Work, word: str, record: bool = True, after: Sequence[Event] = ()) -> Event:
         """Issue work behind what was issued before and behind ``after``.
 
         Raises:
@@ -225,7 +223,7 @@ class ThreadStream:
         weakref.finalize(self._shared, _end_at_exit, weakref.ref(self._shared), thread)
 
     def run(
-        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
+        self, work: Work, word: str, record: bool = True, after: Sequence[Event] = ()
     ) -> Completion:
         """Issue work behind what was issued before and behind ``after``."""
         completion = Completion(word, self.lane) if record else UNRECORDED
@@ -347,17 +345,16 @@ class InlineStream:
         self.lane = lane
         self._observer: StreamObserver | None = None
 
-    def run(
-        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
-    ) -> Event:
+    def run(self, work: Work, word: str, record: bool = True, after: Sequence[Event] = ()) -> Event:
         """Issue work behind what was issued before and behind ``after``."""
         for event in after:
             if event is not UNRECORDED:  # work of an inline stream is done
                 event.wait()
         observer = self._observer
+        start_ns = 0
         if observer is not None:
             observer.on_issue(self.lane, word)
-        start_ns = perf_counter_ns()
+            start_ns = perf_counter_ns()
         try:
             work()
         except BaseException as error:
@@ -408,9 +405,7 @@ class CudaStream:
         self.cuda = torch.cuda.Stream(device, priority=priority)
         self._observer: StreamObserver | None = None
 
-    def run(
-        self, work: Work, *, word: str, after: Sequence[Event] = (), record: bool = True
-    ) -> Event:
+    def run(self, work: Work, word: str, record: bool = True, after: Sequence[Event] = ()) -> Event:
         """Issue work behind what was issued before and behind ``after``."""
         if self._observer is not None:
             self._observer.on_issue(self.lane, word)

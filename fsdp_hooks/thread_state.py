@@ -6,15 +6,13 @@ would silently leave ``no_grad`` and ``autocast`` at the door of its workers.
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """The issuing thread's PyTorch modes, carried to the worker with the work."""
 
     grad: bool

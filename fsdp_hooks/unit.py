@@ -5,19 +5,27 @@
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 from weakref import ref
 
 from torch import Tensor, nn
 
 from fsdp_hooks.collectives import Communicator
-from fsdp_hooks.context import ShardContext
-from fsdp_hooks.lifecycle import LEGAL_MOVES, NOTHING_DONE, UnitState
+from fsdp_hooks.context import Communicators, ShardContext
+from fsdp_hooks.lifecycle import NOTHING_DONE, UnitState
 from fsdp_hooks.param_group import ParamGroup
 from fsdp_hooks.streams import Event
 from fsdp_hooks.wgrad import Destination
+
+
+class _Over(NamedTuple):
+    """A group, and who talks over its ranks in one lane."""
+
+    group: ParamGroup
+    inner: Communicator | None
+    outer: Communicator | None
 
 
 @final
@@ -60,6 +68,11 @@ class FsdpUnit:
         self._gathered: Event = NOTHING_DONE
         self._being_reduced: deque[Sequence[Tensor | None]] = deque()
         self._words = {op: f"{op}.{name}" for op in ("UNSHARD", "RESHARD", "REDUCE")}
+        gathered = [group for group in groups if group.gathers]
+        self._gathers = self._over(gathered, lambda of_lane: of_lane.gather)
+        self._rescues = self._over(gathered, lambda of_lane: of_lane.rescue)
+        trained = [group for group in groups if group.requires_grad]
+        self._reductions = self._over(trained, lambda of_lane: of_lane.reduce)
         for number, group in enumerate(self.groups):
             group.name_unit(name)
             if group.requires_grad:
@@ -95,8 +108,8 @@ class FsdpUnit:
         """Issue the gather. Idempotent. Returns the event behind which parameters are there."""
         if not self.gathers or self._state is UnitState.UNSHARDED:
             return self._gathered
-        self._move(UnitState.UNSHARDED, "unshard")
-        gather = partial(self._fill, compares=self._context.compares_order)
+        self._state = UnitState.UNSHARDED
+        gather = partial(self._fill, self._gathers, self._context.compares_order)
         self._gathered = self._context.ag.run(
             gather, word=word or self._words["UNSHARD"], after=after
         )
@@ -110,27 +123,23 @@ class FsdpUnit:
         """
         if not self.releases:
             return NOTHING_DONE
-        self._move(UnitState.SHARDED, "reshard")
+        if self._state is not UnitState.UNSHARDED:
+            raise RuntimeError(
+                f"reshard() of unit {self.name}: its state is {self._state.value}, expected "
+                f"{UnitState.UNSHARDED.value}; call unshard() first"
+            )
+        self._state = UnitState.SHARDED
         return self._context.ag.run(self._release, word=word or self._words["RESHARD"], after=after)
 
     def reduce(self, *, after: Sequence[Event] = (), word: str | None = None) -> Event:
         """Issue the reduction of the oldest sealed gradients, behind ``after``."""
-        reduce = partial(self._reduce, compares=self._context.compares_order)
+        reduce = partial(self._reduce, self._context.compares_order)
         return self._context.rs.run(reduce, word=word or self._words["REDUCE"], after=after)
 
     def drop_reduced(self) -> None:
         """Let go of what the oldest reduction read: the comp lane has waited for it."""
         if self._being_reduced:
             self._being_reduced.popleft()
-
-    def _move(self, to: UnitState, call: str) -> None:
-        if to not in LEGAL_MOVES[self._state]:
-            raise RuntimeError(
-                f"{call}() of unit {self.name}: its state is {self._state.value}, expected "
-                f"{' or '.join(s.value for s, moves in LEGAL_MOVES.items() if to in moves)}; "
-                "call unshard() first"
-            )
-        self._state = to
 
     # ---- in stream time, on the compute lane --------------------------------------------------
 
@@ -146,7 +155,7 @@ class FsdpUnit:
         if self._stream_state is UnitState.UNSHARDED or not self.gathers:
             return
         self._context.counters.add(hook_misses=1)
-        self._fill(rescue=True)
+        self._fill(self._rescues, False)
 
     def accumulate(self, group: ParamGroup, index: int, grad: Tensor) -> None:
         """The door for a contribution, whoever made it."""
@@ -173,17 +182,24 @@ class FsdpUnit:
 
     # ---- queued work --------------------------------------------------------------------------
 
-    def _fill(self, *, rescue: bool = False, compares: bool = False) -> None:
-        for group in self.groups:
-            if group.gathers:
-                over = self._context.communicators(group.mesh)
-                inner, outer = (c and (c.rescue if rescue else c.gather) for c in over)
-                if compares:
-                    self._compare("UNSHARD", inner, outer)
-                if not self._is_fresh:
-                    group.weights.refresh(outer)
-                group.weights.gather(inner)
-                group.install(group.compute_params)
+    def _over(
+        self, groups: Sequence[ParamGroup], choose: Callable[[Communicators], Communicator]
+    ) -> Sequence[_Over]:
+        """The groups, each with one lane's communicators over its ranks."""
+        over = [(group, *self._context.communicators(group.mesh)) for group in groups]
+        return [
+            _Over(group, inner and choose(inner), outer and choose(outer))
+            for group, inner, outer in over
+        ]
+
+    def _fill(self, gathers: Sequence[_Over], compares: bool) -> None:
+        for group, inner, outer in gathers:
+            if compares:
+                self._compare("UNSHARD", inner, outer)
+            if not self._is_fresh:
+                group.weights.refresh(outer)
+            group.weights.gather(inner)
+            group.install(group.compute_params)
         self._is_fresh = True
         if self._stream_state is UnitState.SHARDED:
             self._context.counters.add(unsharded_bytes=self.unsharded_bytes)
@@ -198,14 +214,12 @@ class FsdpUnit:
             self._context.counters.add(unsharded_bytes=-self.unsharded_bytes)
         self._stream_state = UnitState.SHARDED
 
-    def _reduce(self, *, compares: bool) -> None:
+    def _reduce(self, compares: bool) -> None:
         read: list[Tensor | None] = []
-        for group in self.groups:
-            if group.requires_grad:
-                inner, outer = (c and c.reduce for c in self._context.communicators(group.mesh))
-                if compares:
-                    self._compare("REDUCE", inner, outer)
-                read += group.gradients.reduce(inner, outer, divisor=self._context.grad_divisor)
+        for group, inner, outer in self._reductions:
+            if compares:
+                self._compare("REDUCE", inner, outer)
+            read += group.gradients.reduce(inner, outer, divisor=self._context.grad_divisor)
         if self._context.runs_after_launch:
             # Given back now, the comp lane would write over what the RS lane has yet to read.
             self._being_reduced.append(read)

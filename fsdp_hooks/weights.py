@@ -126,10 +126,10 @@ class Weights:
 
         ``inner``: over the inner ranks; None: there is one.
         """
-        self.whole.allocate()
+        whole = self.whole.allocate()
         if self._is_gathered:
             assert inner is not None, "there are inner ranks that share out parameters"
-            inner.all_gather(self.whole.flat, self._shard)
+            inner.all_gather(whole, self._shard)
 
     def release(self) -> None:
         """AG lane: give the whole back; views stay."""

@@ -22,7 +22,6 @@ Shape letters: S sequence, B batch, H hidden, T tokens on the way.
 # schedule calls it too.
 # pyright: reportPrivateUsage=false
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast, final
@@ -213,7 +212,10 @@ class MegatronMoELayer:
     def mlp(self, state: GPTState, tokens: Tokens) -> Tensor:
         """Sort by expert, run the experts, unsort."""
         assert tokens.probs is not None, "dispatch brought them"
-        output, _ = self._moe(state).routed_experts_compute(tokens.tokens, tokens.probs)
+        moe = self._moe(state)
+        output, _ = moe.routed_experts_compute(tokens.tokens, tokens.probs)
+        # Nobody reads them any more, and they hold the graph of attn until the microbatch's end.
+        cast(Any, moe.token_dispatcher).probs = None
         return output
 
     def combine(self, state: GPTState, tokens: Tensor) -> Tensor:
@@ -269,6 +271,14 @@ def _attention_or_identity(halves: Halves, attention_of: AttentionOf) -> Attenti
 
 def with_own_dispatcher(moe: MoELayer) -> MoELayer:
     """A shallow copy (see ``MegatronParts.begin``)."""
-    own = copy.copy(moe)
-    own.token_dispatcher = copy.copy(moe.token_dispatcher)
+    own = _shallow(moe)
+    assert own.token_dispatcher is not None, "MoELayer makes one"
+    own.token_dispatcher = _shallow(own.token_dispatcher)
+    return own
+
+
+def _shallow[T](original: T) -> T:
+    """``copy.copy``, without its way over pickling's protocol: it is made for every microbatch."""
+    own = object.__new__(type(original))
+    vars(own).update(vars(original))
     return own

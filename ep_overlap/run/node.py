@@ -68,7 +68,7 @@ class HandOff:
         name: microbatch and maker, such as ``1.attn.L0``; by it a test loses one gradient.
     """
 
-    __slots__ = ("_has_large", "_received", "_roots", "_sent", "name")
+    __slots__ = ("_received", "_roots", "_sent", "has_large", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class HandOff:
         self._received: Bundle = ()
         self._roots: Sequence[Root | None] = ()
         """For each of ``_sent``; it itself, while it is held."""
-        self._has_large = False
+        self.has_large = False
         """Whether there is something to let go of."""
 
     def send(self, bundle: Bundle) -> None:
@@ -98,7 +98,7 @@ class HandOff:
             if tensor.nbytes >= MIN_BYTES:
                 has_large = True
             leaves.append(leaf)
-        self._has_large = has_large
+        self.has_large = has_large
         # ``_make`` of a named tuple, without the call: this runs for every hand-off.
         self._received = received = tuple.__new__(type(sent), leaves)
         if not has_large:
@@ -113,7 +113,7 @@ class HandOff:
         Saved by a graph it must be held here, too: the graph may be let go of while its lane still
         reads it, and memory of another lane (``plan/lifetimes.py``) with it.
         """
-        if not self._has_large:
+        if not self.has_large:
             return
         for index, (sent, leaf) in enumerate(zip(self._sent, self._received)):  # noqa: B905
             if sent is not None and leaf is not None and sent.nbytes >= MIN_BYTES:
@@ -150,7 +150,7 @@ class HandOff:
                 grads.append(grad)
                 # A model may keep a piece of the consumer's graph, and that the leaf.
                 received.grad = None
-        self.clear()
+        self._sent = self._received = self._roots = ()
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -218,6 +218,13 @@ class LossEnd:
 Outlet = HandOff | LossEnd
 
 _RUN_ENGINE: Final = Variable._execution_engine.run_backward  # pyright: ignore[reportPrivateUsage]
+_ALL_LEAVES_ONCE: Final = (
+    False,  # keep_graph
+    False,  # create_graph
+    (),  # inputs: all leaves
+    True,  # allow_unreachable
+    True,  # accumulate_grad
+)
 
 
 @final
@@ -301,7 +308,8 @@ class NodeRun:
                 self._reads = True
             else:
                 for inlet in self._inlets:
-                    inlet.let_go()
+                    if inlet.has_large:
+                        inlet.let_go()
         else:
             received = [inlet.take() for inlet in self._inlets]
             with torch.no_grad():
@@ -331,7 +339,10 @@ class NodeRun:
             # Nobody has waited for the forward yet: what it read lives as long as what this reads.
             self._used = (*grads, *held) if self._reads else grads
         if roots:
-            _run_backward(roots, grads)
+            # ``torch.autograd.backward(roots, grads)`` without its checks of shapes. They cost as
+            # much as the engine's own work on a small node, and compare each gradient with the
+            # tensor whose leaf it was left on. ``ScheduleNode`` calls the engine in the same way.
+            _RUN_ENGINE(tuple(roots), tuple(grads), *_ALL_LEAVES_ONCE)
         self._state = NodeState.IDLE
         for hook in self.post_backward_hooks:
             hook()
@@ -360,23 +371,6 @@ class NodeRun:
             f"{call} of {self.name}: its state is {self._state.value!r}, expected "
             f"{expected.value!r}. Run each node's forward once, then its backward once"
         )
-
-
-def _run_backward(roots: Sequence[Root], grads: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward(roots, grads)`` without its checks of shapes.
-
-    They cost as much as the engine's own work on a small node, and compare each gradient with the
-    tensor whose leaf it was left on. ``ScheduleNode`` calls the engine in the same way.
-    """
-    _RUN_ENGINE(
-        tuple(roots),
-        tuple(grads),
-        False,  # keep_graph
-        False,  # create_graph
-        (),  # inputs: all leaves
-        True,  # allow_unreachable
-        True,  # accumulate_grad
-    )
 
 
 def forget_failed_backward() -> None:
