@@ -5,27 +5,19 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, final
+from typing import final
 from weakref import ref
 
 from torch import Tensor, nn
 
 from fsdp_hooks.collectives import Communicator
-from fsdp_hooks.context import Communicators, ShardContext
+from fsdp_hooks.context import ShardContext
 from fsdp_hooks.lifecycle import NOTHING_DONE, UnitState
 from fsdp_hooks.param_group import ParamGroup
 from fsdp_hooks.streams import Event
 from fsdp_hooks.wgrad import Destination
-
-
-class _Over(NamedTuple):
-    """A group, and who talks over its ranks in one lane."""
-
-    group: ParamGroup
-    inner: Communicator | None
-    outer: Communicator | None
 
 
 @final
@@ -68,11 +60,6 @@ class FsdpUnit:
         self._gathered: Event = NOTHING_DONE
         self._being_reduced: deque[Sequence[Tensor | None]] = deque()
         self._words = {op: f"{op}.{name}" for op in ("UNSHARD", "RESHARD", "REDUCE")}
-        gathered = [group for group in groups if group.gathers]
-        self._gathers = self._over(gathered, lambda of_lane: of_lane.gather)
-        self._rescues = self._over(gathered, lambda of_lane: of_lane.rescue)
-        trained = [group for group in groups if group.requires_grad]
-        self._reductions = self._over(trained, lambda of_lane: of_lane.reduce)
         for number, group in enumerate(self.groups):
             group.name_unit(name)
             if group.requires_grad:
@@ -109,7 +96,7 @@ class FsdpUnit:
         if not self.gathers or self._state is UnitState.UNSHARDED:
             return self._gathered
         self._state = UnitState.UNSHARDED
-        gather = partial(self._fill, self._gathers, self._context.compares_order)
+        gather = partial(self._fill, self._context.compares_order)
         self._gathered = self._context.ag.run(
             gather, word=word or self._words["UNSHARD"], after=after
         )
@@ -155,7 +142,7 @@ class FsdpUnit:
         if self._stream_state is UnitState.UNSHARDED or not self.gathers:
             return
         self._context.counters.add(hook_misses=1)
-        self._fill(self._rescues, False)
+        self._fill(False, is_rescue=True)
 
     def accumulate(self, group: ParamGroup, index: int, grad: Tensor) -> None:
         """The door for a contribution, whoever made it."""
@@ -182,24 +169,17 @@ class FsdpUnit:
 
     # ---- queued work --------------------------------------------------------------------------
 
-    def _over(
-        self, groups: Sequence[ParamGroup], choose: Callable[[Communicators], Communicator]
-    ) -> Sequence[_Over]:
-        """The groups, each with one lane's communicators over its ranks."""
-        over = [(group, *self._context.communicators(group.mesh)) for group in groups]
-        return [
-            _Over(group, inner and choose(inner), outer and choose(outer))
-            for group, inner, outer in over
-        ]
-
-    def _fill(self, gathers: Sequence[_Over], compares: bool) -> None:
-        for group, inner, outer in gathers:
-            if compares:
-                self._compare("UNSHARD", inner, outer)
-            if not self._is_fresh:
-                group.weights.refresh(outer)
-            group.weights.gather(inner)
-            group.install(group.compute_params)
+    def _fill(self, compares: bool, is_rescue: bool = False) -> None:
+        for group in self.groups:
+            if group.gathers:
+                over = self._context.communicators(group.mesh)
+                inner, outer = (c and (c.rescue if is_rescue else c.gather) for c in over)
+                if compares:
+                    self._compare("UNSHARD", inner, outer)
+                if not self._is_fresh:
+                    group.weights.refresh(outer)
+                group.weights.gather(inner)
+                group.install(group.compute_params)
         self._is_fresh = True
         if self._stream_state is UnitState.SHARDED:
             self._context.counters.add(unsharded_bytes=self.unsharded_bytes)
@@ -216,10 +196,12 @@ class FsdpUnit:
 
     def _reduce(self, compares: bool) -> None:
         read: list[Tensor | None] = []
-        for group, inner, outer in self._reductions:
-            if compares:
-                self._compare("REDUCE", inner, outer)
-            read += group.gradients.reduce(inner, outer, divisor=self._context.grad_divisor)
+        for group in self.groups:
+            if group.requires_grad:
+                inner, outer = (c and c.reduce for c in self._context.communicators(group.mesh))
+                if compares:
+                    self._compare("REDUCE", inner, outer)
+                read += group.gradients.reduce(inner, outer, divisor=self._context.grad_divisor)
         if self._context.runs_after_launch:
             # Given back now, the comp lane would write over what the RS lane has yet to read.
             self._being_reduced.append(read)

@@ -7,9 +7,10 @@ experts get as many tokens as the router sends. megatron-core calls it ``cuda_gr
 # TransformerLayer's attention and a module's hooks have no public names.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ep_overlap.config import GRAPHED_TILE
@@ -26,8 +27,10 @@ except ImportError as error:
     raise ImportError(INSTALL_HINT) from error
 
 
-def graphed_attention(layer: TransformerLayer) -> Attention:
-    """Replayed while a schedule trains, called elsewhere.
+def graphed_attention(
+    layer: TransformerLayer, *, aside: Callable[[], torch.cuda.Stream]
+) -> Attention:
+    """Replayed while a schedule trains, called elsewhere. ``aside``: see ``GraphedFunction``.
 
     Raises:
         ValueError: the layer's attention is none that can be replayed. At the first call: sequences
@@ -40,7 +43,7 @@ def graphed_attention(layer: TransformerLayer) -> Attention:
             f"cuda_graphs with {found}, expected {expected}; leave cuda_graphs out, or change that"
         )
     modules = _modules_of_attention(layer)
-    return GraphedFunction(called_attention(layer), modules, check=_check_length)
+    return GraphedFunction(called_attention(layer), modules, check=_check_length, aside=aside)
 
 
 def _check_length(hidden: Tensor) -> None:

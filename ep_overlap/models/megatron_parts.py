@@ -10,6 +10,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from typing import Any, cast, final
 
 import torch
@@ -81,7 +82,8 @@ class MegatronParts[ModelT: MegatronModel](ABC):
         exchange_with_counts(model)
         self._model = model
         self.replays_graphs = cuda_graphs
-        attention_of = graphed_attention if cuda_graphs else called_attention
+        graphed = partial(graphed_attention, aside=cache(torch.cuda.Stream))
+        attention_of = graphed if cuda_graphs else called_attention
         self._layers = [
             layer_of(halves, index, attention_of) for index, halves in enumerate(layers)
         ]

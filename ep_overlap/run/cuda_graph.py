@@ -24,6 +24,7 @@ import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, final, override
 
 import torch
@@ -63,6 +64,8 @@ class GraphedFunction:
             same work on the same memory, draw nothing random and call no collective.
         modules: whose own parameters it reads, which stay where they are.
         check: raises for a tensor that it cannot be captured with.
+        aside: the stream of captures; None: one of its own. Functions do well to share one: cuBLAS
+            keeps a workspace of tens of MB for each stream.
     """
 
     def __init__(
@@ -71,9 +74,11 @@ class GraphedFunction:
         modules: Sequence[nn.Module],
         *,
         check: Callable[[Tensor], None] | None = None,
+        aside: Callable[[], torch.cuda.Stream] | None = None,
     ) -> None:
         self._function = function
         self._check = check
+        self._aside = aside or cache(torch.cuda.Stream)
         self._modules = tuple(m for module in modules for m in module.modules() if m._parameters)
         self._idle: dict[_Key, list[_Captured]] = {}
         self.num_captured = 0
@@ -103,7 +108,7 @@ class GraphedFunction:
             if self._check is not None:
                 self._check(tensor)
             with _stand_ins(self._modules) as stand_ins:
-                captured = _capture(self._function, tensor, constants, stand_ins)
+                captured = _capture(self._function, tensor, constants, stand_ins, self._aside())
             self.num_captured += 1
         return _Replay.apply(_Lease(captured, idle), tensor, *parameters)  # type: ignore[no-any-return]
 
@@ -178,11 +183,12 @@ def _capture(
     tensor: Tensor,
     constants: Sequence[Any],
     parameters: Sequence[Tensor],
+    aside: torch.cuda.Stream,
 ) -> _Captured:
     static = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     leaves = (static, *parameters)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    caller, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    caller = torch.cuda.current_stream()
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     aside.wait_stream(caller)  # protects the copy
     with torch.cuda.stream(aside):
