@@ -96,6 +96,7 @@ def test_skewed_routing_is_megatrons_own_and_the_same_for_both_sides(spread: flo
         ("--emulate a2a=fast", "--emulate"),
         ("--num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 8"),
         ("--moe-router-force-biased nan", "--moe-router-force-biased nan: expected a number"),
+        ("--kv-channels 7", "--kv-channels 7: heads of 7, expected an even number"),
         ("--vocab-size 10", "--vocab-size 10: expected 256 or more: the text is bytes"),
         ("--emulate-world 1", "--emulate-world 1 with --against megatron"),
         ("--plot steps.pdf", "--plot steps.pdf: expected a name that ends in .png or .svg"),

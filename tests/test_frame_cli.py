@@ -41,7 +41,12 @@ REFUSED = [
     ("train --moe-router-topk 5", "--moe-router-topk 5: expected at most --num-experts 4"),
     (
         "train --hidden-size 130",
-        "--hidden-size 130 is not divisible by --num-attention-heads 4",
+        "--hidden-size 130 is not divisible by --num-attention-heads 4; take a multiple",
+    ),
+    (
+        "train --hidden-size 30 --num-attention-heads 2",
+        "--hidden-size 30 with --num-attention-heads 2: heads of 15, expected an even number, as "
+        "rotary embedding turns pairs; choose others",
     ),
     ("train --lr -1", "--lr: expected a finite number, 0 or more, got -1.0"),
     ("train --lr nan", "--lr: expected a finite number, 0 or more, got nan"),

@@ -98,6 +98,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
                 yield from _bad_layers(args)
             elif args.against is Peer.MEGATRON:
                 yield from _bad_model(args)
+                yield from _odd_heads(args)
                 yield from _bad_layers(args)
             else:
                 yield from _bad_model(args)
@@ -255,7 +256,7 @@ def _bad_heads(args: ModelFlags) -> Iterator[str]:
     if args.hidden_size % args.num_attention_heads:
         yield (
             f"--hidden-size {args.hidden_size} is not divisible by "
-            f"--num-attention-heads {args.num_attention_heads}"
+            f"--num-attention-heads {args.num_attention_heads}; take a multiple"
         )
 
 
@@ -269,8 +270,9 @@ def _bad_model(args: ModelFlags) -> Iterator[str]:
 
 
 def _bad_parts(args: TrainArguments | BenchArguments) -> Iterator[str]:
-    """What the reference model has not."""
-    if args.model is not ModelName.REFERENCE:
+    """What the model that was chosen has not."""
+    if args.model is ModelName.MEGATRON:
+        yield from _odd_heads(args)
         return
     if args.moe_shared_expert_intermediate_size is not None:
         yield (
@@ -281,6 +283,20 @@ def _bad_parts(args: TrainArguments | BenchArguments) -> Iterator[str]:
         yield (
             "--recompute-granularity selective with --model reference: it recomputes no parts of "
             "a layer; take full, or --model megatron"
+        )
+
+
+def _odd_heads(args: TrainArguments | BenchArguments) -> Iterator[str]:
+    width = args.hidden_size // args.num_attention_heads
+    flags = (
+        f"--hidden-size {args.hidden_size} with --num-attention-heads {args.num_attention_heads}"
+    )
+    if isinstance(args, BenchArguments) and args.kv_channels is not None:
+        width, flags = args.kv_channels, f"--kv-channels {args.kv_channels}"
+    if width % 2:
+        yield (
+            f"{flags}: heads of {width}, expected an even number, as rotary embedding turns pairs; "
+            "choose others"
         )
 
 

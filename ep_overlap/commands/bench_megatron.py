@@ -20,12 +20,13 @@ With ``--emulate none`` it is ``--nproc`` real ranks; compute alone is then the 
 the time that NCCL's exchange kernels take in it, waiting for other ranks with it.
 
 A sample is a step that is not timed, from an empty cache, and one that is: so no variant runs in
-memory that another has cut up.
+memory that another has cut up. Garbage collection passes the models by.
 """
 
+import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -137,13 +138,27 @@ def measure(args: BenchArguments, world: MeasuredWorld) -> dict[str, Any]:
     """All rounds; the result as JSON has it. Collective; within ``environment``."""
     bench = _Bench(args, world)
     console = Console(stderr=True, quiet=world.rank != 0)
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True) as progress, ExitStack() as stack:
         num_rounds = NUM_WARMUP_ROUNDS + args.rounds
         task = progress.add_task("rounds", total=num_rounds * len(bench.variants))
         for number in range(num_rounds):
+            if number == NUM_WARMUP_ROUNDS:
+                stack.enter_context(_uncollected())
             for _ in bench.round(number):
                 progress.advance(task)
     return bench.result()
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Until the block ends, let garbage collection pass by what is there now, models mostly: a pass
+    over all variants' takes tenths of a second, in whosever step it falls."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def environment(device: torch.device) -> AbstractContextManager[None]:

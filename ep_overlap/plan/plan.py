@@ -103,7 +103,8 @@ class Plan:
             starts.append(start)
         lines = [f"# {self.title}"]
         for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-            lines.append(" ".join(str(node) for node in order[start:end]))
+            if start < end:  # two pairs of the same two layers are one line
+                lines.append(" ".join(str(node) for node in order[start:end]))
         return "\n".join(lines) + "\n"
 
     @property
