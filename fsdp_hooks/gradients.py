@@ -200,17 +200,13 @@ class Gradients:
         read = grads if input_ is None else [*grads, input_.whole]
         # A sum of many gradients can leave float16's range, where their mean does not.
         scales_first = self._dtypes.reduce is torch.float16 and divisor != 1
-        scale = 1.0 / divisor if scales_first else None
-        whole = self._pack(grads, scale) if input_ is None else self._complete(input_, grads, scale)
+        first, then = (1.0 / divisor, 1.0) if scales_first else (None, 1.0 / divisor)
+        whole = self._pack(grads, first) if input_ is None else self._complete(input_, grads, first)
         reduced = self._reduced(whole, inner)
-        if not scales_first and divisor != 1:
-            reduced.mul_(1.0 / divisor)
         if outer is None:
-            held = self._step_grad
-            self._step_grad = reduced if held is None else held.add_(reduced)
+            self._step_grad = self._added(self._step_grad, reduced, then)
             return read
-        held = self._inner_sum
-        inner_sum = reduced if held is None else held.add_(reduced)
+        inner_sum = self._added(self._inner_sum, reduced, then)
         self._inner_sum = None if is_last else inner_sum
         if is_last:
             summed = self._summed_outside(inner_sum, outer)
@@ -318,7 +314,14 @@ class Gradients:
             inner.reduce_scatter(reduced, whole)
         elif inner is not None:
             inner.all_reduce(reduced)
-        return reduced.to(self._dtypes.main)
+        return reduced
+
+    def _added(self, held: Tensor | None, reduced: Tensor, scale: float) -> Tensor:
+        """The sum so far, and what was reduced last, scaled, in the main dtype."""
+        if held is not None:  # in one kernel, without a tensor of that dtype between
+            return held.add_(reduced, alpha=scale)
+        begun = reduced.to(self._dtypes.main)
+        return begun if scale == 1.0 else begun.mul_(scale)
 
     def _summed_outside(self, inner_sum: Tensor, outer: Communicator) -> Tensor:
         if self._main_numel == self._shard_numel:
