@@ -45,8 +45,8 @@ BACKWARDS = {
         0B.mlp.L0   0B.dispatch.L0
         0W.mlp.L0
         0B.attn.L0
-        0W.attn.L0                  REDUCE.L0
         0B.pre                      REDUCE.root
+        0W.attn.L0                  REDUCE.L0
     """,
     DISPATCH: """
         0B.post     0B.combine.L1
@@ -70,9 +70,9 @@ BACKWARDS = {
         0B.mlp.L0      0B.dispatch.L0
         0W.mlp.L0
         0B.attn.L0
+        0B.pre                         REDUCE.root
         0W.shared.L0
         0W.attn.L0                     REDUCE.L0
-        0B.pre                         REDUCE.root
     """,
 }
 """What the grid shows from the first backward on: comp, comm, rs."""
