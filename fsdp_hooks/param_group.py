@@ -108,6 +108,7 @@ class ParamGroup:
         self._rows = [(tuple(r.shape), r.stride(), r.storage_offset()) for r in rows]
         """This rank's rows of each parameter, in main weights and in a gradient laid out likewise:
         shape, strides and where they start."""
+        assert self.weights.main.storage_offset() == 0, "a gradient starts with its storage, too"
         self.sharded_params = [self._make_sharded_param(i) for i in range(len(slots))]
         self.placeholders = [
             placeholder_for(param, name=slot.name, unit=unit_name)
