@@ -6,6 +6,10 @@ worker threads: of the process, gloo's included), less what the nodes' callables
 and gathers and reductions take; per overlapped pair of layers, as the difference of a deep and a
 shallow model. megatron-core builds a plan for every microbatch; that is told apart. Hooks of its
 FSDP v1 that a callable or the engine runs are within the callables.
+
+Graphs are kept until the step is over, and what it takes to let go of them then is told apart, too:
+it is autograd's, and falls within a callable or outside by who holds the last reference.
+megatron-core's dispatcher, one for all microbatches, holds an attention's until its next forward.
 """
 
 import gc
@@ -16,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from statistics import median
 from time import process_time_ns, thread_time_ns
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,8 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron_script import SEQ_LENGTH, microbatches
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ep_overlap.commands.arguments import BenchArguments
@@ -52,31 +57,42 @@ NUM_PAIRS = NUM_LAYERS * NUM_MICROBATCHES
 
 @dataclass
 class Inside:
-    """CPU time within what is not the schedule's, ns."""
+    """CPU time within what is not the schedule's."""
 
-    callables: int = 0
-    plans: int = 0
+    times: dict[str, int] = field(default_factory=lambda: {"callables": 0, "plans": 0})
+    """ns"""
+    graphs: list[GradientEdge] = field(default_factory=list[GradientEdge])
+    """Of what the callables made."""
     depth: int = 0
     """Of what is watched: what runs within something watched is counted with it."""
     undo: ExitStack = field(default_factory=ExitStack)
 
     def watch(self, owner: Any, name: str, counter: str = "callables") -> None:
-        original = getattr(owner, name)
+        original, times = getattr(owner, name), self.times
 
         @wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
+            started = thread_time_ns()  # ahead of the watching's own work, and at the end behind it
             if self.depth:
                 return original(*args, **kwargs)
             self.depth = 1
-            started = thread_time_ns()
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                self._keep(result)
+                return result
             finally:
                 self.depth = 0
-                setattr(self, counter, getattr(self, counter) + thread_time_ns() - started)
+                times[counter] += thread_time_ns() - started
 
         setattr(owner, name, timed)
         self.undo.callback(setattr, owner, name, original)
+
+    def _keep(self, result: object) -> None:
+        if isinstance(result, tuple):
+            for each in cast(tuple[object, ...], result):
+                self._keep(each)
+        elif isinstance(result, Tensor) and result.grad_fn is not None:
+            self.graphs.append(get_gradient_edge(result))
 
 
 @contextmanager
@@ -204,8 +220,11 @@ def shard(parts: GPTParts, num_ranks: int, runtime: Runtime) -> None:
     fully_shard(parts.module, mesh=mesh_of, mp=mp, grad_divisor=num_ranks, runtime=runtime)
 
 
-def measure() -> dict[str, tuple[float, float, float]]:
-    """By variant, us for each pair: outside the callables, plan building, within the callables."""
+COLUMNS = ("outside the callables", "plan building", "letting go of graphs", "callables")
+
+
+def measure() -> dict[str, tuple[float, ...]]:
+    """By variant, ``COLUMNS``: us for each pair."""
     warnings.simplefilter("ignore")
     cpu = torch.device("cpu")
     ranks = range(dist.get_world_size())
@@ -226,15 +245,18 @@ def measure() -> dict[str, tuple[float, float, float]]:
             for variant in VARIANTS
         }
 
-        def cost(variant: Variant, step: Step) -> tuple[int, int, int]:
+        def cost(variant: Variant, step: Step) -> tuple[int, ...]:
             run, clear = step
-            inside.callables = inside.plans = 0
+            inside.times.update(callables=0, plans=0)
             clock = process_time_ns if variant.kind is StreamKind.THREAD else thread_time_ns
             started = clock()
             run()
-            whole = clock() - started
+            done = clock()
+            inside.graphs.clear()
+            cleared = clock()
             clear()
-            return whole - inside.callables - inside.plans, inside.plans, inside.callables
+            callables, plans = inside.times["callables"], inside.times["plans"]
+            return done - started - callables - plans, plans, cleared - done, callables
 
         # Its passes would fall to whoever allocates next.
         gc.collect()
@@ -255,7 +277,7 @@ def measure() -> dict[str, tuple[float, float, float]]:
             gc.enable()
             gc.unfreeze()
     return {
-        name: tuple(median(column) for column in zip(*rounds, strict=True))  # type: ignore[misc]
+        name: tuple(median(column) for column in zip(*rounds, strict=True))
         for name, rounds in times.items()
     }
 
@@ -264,7 +286,7 @@ def main() -> None:
     with RankPool(2) as pool:
         costs, _ = pool.run(measure, timeout_s=500.0)
     shown = Table(title="CPU time of one overlapped pair of layers, us: a GPTModel, hidden 16")
-    for column in ("variant", "outside the callables", "plan building", "callables"):
+    for column in ("variant", *COLUMNS):
         shown.add_column(column, justify="left" if column == "variant" else "right")
     for name, values in costs.items():
         shown.add_row(name, *(f"{value:.0f}" for value in values))

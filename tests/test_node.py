@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -207,6 +208,55 @@ class TestWhatIsKept:
         assert chain.num_alive() == 0
         chain.forward()
         chain.backward()
+
+
+class Logged(torch.autograd.Function):
+    """Passes a value on, and notes when its gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, name: str, log: list[str]) -> Tensor:
+        ctx.name, ctx.log = name, log
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.log.append(ctx.name)
+        return grads[0], None, None
+
+
+@pytest.mark.parametrize(
+    ("is_apart", "order"), [(True, ["tokens", "probs"]), (False, ["probs", "tokens"])]
+)
+def test_graphs_apart_have_their_backwards_in_the_order_of_sending(
+    is_apart: bool, order: list[str]
+) -> None:
+    log: list[str] = []
+    weights = [torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)]
+
+    def both() -> Sequence[Bundle]:
+        tokens, probs = (
+            Logged.apply(weight * 5, name, log)
+            for weight, name in zip(weights, ("tokens", "probs"), strict=True)
+        )
+        return (Tokens(tokens, probs),)
+
+    sent, end = HandOff("dispatch"), LossEnd()
+    node = NodeRun("0F.dispatch.L0", both, inlets=[], outlets=[sent], is_apart=is_apart)
+
+    def loss(tokens: Tokens) -> Sequence[Bundle]:
+        assert tokens.probs is not None
+        return (Hidden((tokens.tokens * tokens.probs).sum()),)
+
+    last = NodeRun("0F.post", loss, inlets=[sent], outlets=[end])
+    node.forward()
+    last.forward()
+    last.backward()
+    node.backward()
+    assert log == order
+    assert [weight.grad for weight in weights] == [
+        pytest.approx([50.0] * 3),
+        pytest.approx([25.0] * 3),
+    ]
 
 
 def test_hooks_run_before_the_function_before_the_roots_and_after_the_backward() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import schedule_support as support
+import torch.distributed as dist
 from schedule_support import Case
+from torch import Tensor
 
 from ep_overlap.plan.action import Action, Sync, UnitAction, UnitOp, parse_action
 from ep_overlap.plan.edges import waits
@@ -54,6 +56,36 @@ def test_each_exchange_is_issued_on_the_exchange_lane_and_nothing_else_is() -> N
     schedule.observe(None)
     schedule.step(support.batches(parts, case, 0), support.loss_of(case))
     assert len(support.actions_among(recording.words)) == len(words_of(schedule.plan.actions))
+
+
+def exchanged(recompute: bool) -> list[str]:
+    """What one microbatch exchanges in one layer of megatron-core's, in order."""
+    from ep_overlap.models.megatron_cpu import megatron_on_cpu
+
+    case = Case(megatron=True, order="serial", layers=1, microbatches=1, ep=2, recompute=recompute)
+    log: list[str] = []
+    exchange = dist.all_to_all_single
+
+    def logged(output: Tensor, *arguments: Any, **named: Any) -> Any:
+        log.append({2: "tokens", 1: "probs"}[output.dim()])
+        return exchange(output, *arguments, **named)
+
+    with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", logged)
+        parts = support.build(case)
+        schedule = OverlapSchedule(parts, case.config, stream_kind=INLINE)
+        schedule.step(support.batches(parts, case, 0), support.loss_of(case))
+    return log
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tokens_are_exchanged_ahead_of_their_probs_both_ways(
+    ranks2: RankPool, recompute: bool
+) -> None:
+    forward = ["tokens", "probs", "tokens"]  # dispatch, combine
+    again = forward if recompute else []
+    backward = ["tokens", "tokens", "probs"]
+    assert ranks2.run(exchanged, recompute) == [[*forward, *again, *backward]] * 2
 
 
 def test_evaluation_issues_forwards_alone() -> None:

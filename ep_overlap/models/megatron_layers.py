@@ -165,6 +165,11 @@ class MegatronMoELayer:
         return self._shared_experts
 
     @property
+    def exchanges_apart(self) -> bool:
+        """The dispatcher's two exchanges are autograd functions of their own."""
+        return True
+
+    @property
     def module(self) -> nn.Module:
         """See ``Halves``."""
         return self._halves.module

@@ -288,6 +288,11 @@ class MoELayer(nn.Module):
         """None."""
 
     @property
+    def exchanges_apart(self) -> bool:
+        """Tokens alone are exchanged."""
+        return False
+
+    @property
     def module(self) -> nn.Module:
         """Itself."""
         return self

@@ -178,6 +178,10 @@ class _Layer(nn.Module):
         return None
 
     @property
+    def exchanges_apart(self) -> bool:
+        return True
+
+    @property
     def module(self) -> nn.Module:
         return self
 

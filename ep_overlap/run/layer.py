@@ -106,6 +106,12 @@ class MoELayerParts[StateT](LayerParts, Protocol):
         """What every token visits, as part of ``attn``; None unless the kind is ``MOE_SHARED``."""
         ...
 
+    @property
+    def exchanges_apart(self) -> bool:
+        """Whether ``dispatch`` exchanges tokens and probs by graphs that share nothing. Then the
+        backward of the tokens is launched first, by itself (see ``node.py``)."""
+        ...
+
     def attn(self, state: StateT, hidden: Tensor) -> tuple[Tokens, Carry]:
         """Attention, norm, router, gather of token counts, permute. ``hidden``: ``[S, B, H]``."""
         ...

@@ -18,6 +18,10 @@ somebody's graph has saved it::
 So of what is exchanged, and sorted again where it arrives, nothing waits for the backward.
 Megatron-LM resizes the storage of such inputs to zero, in the nodes of which it knows.
 
+Where the graphs of what was sent are apart, as those of dispatched tokens and of their probs may
+be, each has a backward of its own, in the order of sending. Autograd takes the latest first: the
+small exchange of probs, and behind it the tokens' begins too late to find free multiprocessors.
+
 Roots and gradients only: activation checkpointing refuses ``backward(inputs=...)``. The boundary
 is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ours.
 """
@@ -237,11 +241,13 @@ class NodeRun:
         inlets: what it receives.
         outlets: what it sends.
         keeps_graph: False for the first forward of what is recomputed.
+        is_apart: whether the graphs of what it sends share nothing.
     """
 
     __slots__ = (
         "_function",
         "_inlets",
+        "_is_apart",
         "_keeps_graph",
         "_outlets",
         "_read",
@@ -264,12 +270,14 @@ class NodeRun:
         inlets: Sequence[HandOff],
         outlets: Sequence[Outlet],
         keeps_graph: bool = True,
+        is_apart: bool = False,
     ) -> None:
         self.name = name
         self._function = function
         self._inlets = tuple(inlets)
         self._outlets = tuple(outlets)
         self._keeps_graph = keeps_graph
+        self._is_apart = is_apart
         self._state = NodeState.IDLE
         self._read: Sequence[object] = ()
         self._used: Sequence[object] = ()
@@ -338,7 +346,10 @@ class NodeRun:
             self.borrowed = frozenset(map(storage_id, (*grads, *held)))
             # Nobody has waited for the forward yet: what it read lives as long as what this reads.
             self._used = (*grads, *held) if self._reads else grads
-        if roots:
+        if self._is_apart:
+            for root, grad in zip(roots, grads):  # noqa: B905 (made pairwise above)
+                _RUN_ENGINE((root,), (grad,), *_ALL_LEAVES_ONCE)
+        elif roots:
             # ``torch.autograd.backward(roots, grads)`` without its checks of shapes. They cost as
             # much as the engine's own work on a small node, and compare each gradient with the
             # tensor whose leaf it was left on. ``ScheduleNode`` calls the engine in the same way.

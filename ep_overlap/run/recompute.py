@@ -16,6 +16,7 @@ afterwards, so that F nodes of other microbatches draw as without recompute. As
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, cast, final
 
 import torch
@@ -123,9 +124,17 @@ class _Wiring:
         outlets: Sequence[HandOff | LossEnd],
         *,
         keeps_graph: bool = True,
+        is_apart: bool = False,
     ) -> NodeRun:
         word = str(Compute(self._slot.index, phase, node, layer))
-        run = NodeRun(word, function, inlets=inlets, outlets=outlets, keeps_graph=keeps_graph)
+        run = NodeRun(
+            word,
+            function,
+            inlets=inlets,
+            outlets=outlets,
+            keeps_graph=keeps_graph,
+            is_apart=is_apart,
+        )
         nodes = self.first if phase is Phase.FORWARD else self.again
         nodes[self._slot.index, node, layer] = run
         return run
@@ -234,13 +243,13 @@ class _Wiring:
             (Phase.FORWARD, sent, mlp),
             (Phase.RECOMPUTE, again, mlp_again),
         ):
-            keeps = phase is Phase.RECOMPUTE
-            for node, function, inlet, outlet in (
-                (Node.DISPATCH, dispatch, handoffs.routed, handoffs.dispatched),
-                (Node.MLP, of_experts, handoffs.dispatched, handoffs.expert_output),
-                (Node.COMBINE, combine, handoffs.expert_output, handoffs.combined),
-            ):
-                self._add(phase, node, index, function, [inlet], [outlet], keeps_graph=keeps)
+            add = partial(self._add, phase, keeps_graph=phase is Phase.RECOMPUTE)
+            routed, dispatched = [handoffs.routed], [handoffs.dispatched]
+            expert_output, combined = [handoffs.expert_output], [handoffs.combined]
+            is_apart = layer.exchanges_apart
+            add(Node.DISPATCH, index, dispatch, routed, dispatched, is_apart=is_apart)
+            add(Node.MLP, index, of_experts, dispatched, expert_output)
+            add(Node.COMBINE, index, combine, expert_output, combined)
         inlets = [again.combined, again.carried]
         self._add(Phase.RECOMPUTE, Node.FINISH, index, finish_again, inlets, [self._input])
         self._below, self._finish = [sent.combined, sent.carried], finish

@@ -104,10 +104,12 @@ class _Wiring:
         function: Callable[..., Sequence[Bundle]],
         inlets: Sequence[HandOff],
         outlets: Sequence[HandOff | LossEnd],
+        *,
+        is_apart: bool = False,
     ) -> None:
         word = str(Compute(self._slot.index, Phase.FORWARD, node, layer))
         self.nodes[self._slot.index, node, layer] = NodeRun(
-            word, function, inlets=inlets, outlets=outlets
+            word, function, inlets=inlets, outlets=outlets, is_apart=is_apart
         )
 
     def _dense_layer(
@@ -159,7 +161,8 @@ class _Wiring:
             return layer.finish(slot.state, tokens.hidden, carry)
 
         self._add(Node.ATTN, index, attn, inlets, [routed, carried])
-        self._add(Node.DISPATCH, index, dispatch, [routed], [dispatched])
+        is_apart = layer.exchanges_apart
+        self._add(Node.DISPATCH, index, dispatch, [routed], [dispatched], is_apart=is_apart)
         self._add(Node.MLP, index, mlp, [dispatched], [expert_output])
         self._add(Node.COMBINE, index, combine, [expert_output], [combined])
         return [combined, carried], finish_this
