@@ -251,35 +251,37 @@ class _Writer:
         return [*order, _post(microbatch, Phase.FORWARD)]
 
     def backward(self, microbatch: int) -> list[Compute]:
-        order = [_post(microbatch, Phase.BACKWARD), *self.last_combine(microbatch)]
+        order = self.begin_backward(microbatch)
         template = (*_AGAIN, *_SERIAL_BACKWARD_OVER_WGRAD) if self.recompute else _ONE_BACKWARD
         for layer in reversed(range(self.shape.num_layers)):
             order += self.fill(template, (microbatch,), (layer, layer - 1))
         return order
 
-    def last_combine(self, microbatch: int) -> list[Compute]:
-        """The first exchange of a backward: combine of the last layer, if that is MoE and not
-        recomputed first."""
-        if self.recompute:
-            return []
-        last = self.shape.num_layers - 1
-        return self.fill(_template("0B.combine.L0"), (microbatch,), (last,))
+    def begin_backward(self, microbatch: int) -> list[Compute]:
+        """The backward of post, and its first exchange: combine of the last layer, if that is MoE
+        and not recomputed first."""
+        order = [_post(microbatch, Phase.BACKWARD)]
+        if not self.recompute:
+            last = self.shape.num_layers - 1
+            order += self.fill(_template("0B.combine.L0"), (microbatch,), (last,))
+        return order
 
     def steady(self, *, backward: int, forward: int) -> list[Compute]:
-        """All layers of one microbatch's backward beside those of another's forward."""
+        """All layers of a microbatch's backward, once begun, beside those of another's forward."""
         last = self.shape.num_layers - 1
+        begun = self.begin_backward(backward)
         order: list[Compute] = []
         for layer in range(self.shape.num_layers):
             template = _STEADY_AGAIN if self.recompute else _STEADY
             order += self.fill(template, (backward, forward), (last - layer, layer))
-        return order
+        return [node for node in order if node not in begun]
 
 
 def _plain(writer: _Writer, num_microbatches: int) -> list[Compute]:
     order = writer.forward(0)
     for backward in range(num_microbatches - 1):
         forward = backward + 1
-        order += [_pre(forward, Phase.FORWARD), _post(backward, Phase.BACKWARD)]
+        order += [_pre(forward, Phase.FORWARD), *writer.begin_backward(backward)]
         order += writer.steady(backward=backward, forward=forward)
         # It waits for the last combine.F, which attn.B, pre.B and attn.W hide.
         order.append(_post(forward, Phase.FORWARD))
@@ -287,19 +289,23 @@ def _plain(writer: _Writer, num_microbatches: int) -> list[Compute]:
 
 
 def _paired(writer: _Writer, num_microbatches: int) -> list[Compute]:
-    order = _two_forwards(writer)
+    order = [*_two_forwards(writer), *writer.begin_backward(0)]
     for backward in range(num_microbatches - 2):
         forward = backward + 2
         layers = writer.steady(backward=backward, forward=forward)
-        start = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, 0))
-        # The previous forward's post is needed only by the next pair. Behind this pair's post.B
-        # and first combine.B, its wait for the last combine.F is hidden.
+        # Nothing of a post is exchanged, so where a pair ends, the exchange lane would be idle
+        # under both of them. The previous forward's is needed only by the next pair: it waits
+        # until this pair's first dispatch has its attn. The next backward's is there by then, and
+        # begins under the last combine.F.
+        first_attn = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, 0)) + 1
+        last_attn = layers.index(Compute(backward, Phase.BACKWARD, Node.ATTN, 0))
         order += [
-            _post(backward, Phase.BACKWARD),
-            *layers[:start],
-            _post(forward - 1, Phase.FORWARD),
             _pre(forward, Phase.FORWARD),
-            *layers[start:],
+            *layers[:first_attn],
+            _post(forward - 1, Phase.FORWARD),
+            *layers[first_attn:last_attn],
+            *writer.begin_backward(backward + 1),
+            *layers[last_attn:],
         ]
     return order + _two_backwards(writer, num_microbatches - 2)
 
@@ -313,15 +319,10 @@ def _two_forwards(writer: _Writer) -> list[Compute]:
 
 
 def _two_backwards(writer: _Writer, first: int) -> list[Compute]:
-    """Backward of microbatches ``first`` and ``first + 1``, with the latter's late post.F."""
+    """Backward of microbatches ``first``, once begun, and ``first + 1``, with the latter's late
+    post.F."""
     second = first + 1
-    order = [
-        _post(first, Phase.BACKWARD),
-        *writer.last_combine(first),
-        _post(second, Phase.FORWARD),
-        _post(second, Phase.BACKWARD),
-        *writer.last_combine(second),
-    ]
+    order = [_post(second, Phase.FORWARD), *writer.begin_backward(second)]
     for layer in reversed(range(writer.shape.num_layers)):
         template = _TWO_BACKWARDS_AGAIN if writer.recompute else _TWO_BACKWARDS
         order += writer.fill(template, (first, second), (layer, layer - 1))
