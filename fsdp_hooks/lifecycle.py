@@ -45,7 +45,8 @@ from fsdp_hooks.wgrad import AutogradSink, GradSink
 
 
 class UnitState(Enum):
-    """Where a unit's parameters are."""
+    """Where a unit's parameters are. A gather leads from either state to UNSHARDED, and does
+    nothing in it; a release leads from UNSHARDED to SHARDED, and raises elsewhere."""
 
     SHARDED = "sharded"
     """Each rank holds its shard. At rest the module holds DTensors; within a step, placeholders

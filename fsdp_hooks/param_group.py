@@ -108,7 +108,6 @@ class ParamGroup:
         self._rows = [(tuple(r.shape), r.stride(), r.storage_offset()) for r in rows]
         """This rank's rows of each parameter, in main weights and in a gradient laid out likewise:
         shape, strides and where they start."""
-        assert self.weights.main.storage_offset() == 0, "a gradient starts with its storage, too"
         self.sharded_params = [self._make_sharded_param(i) for i in range(len(slots))]
         self.placeholders = [
             placeholder_for(param, name=slot.name, unit=unit_name)
@@ -188,6 +187,7 @@ class ParamGroup:
         if (step_grad := self.gradients.take()) is None:
             return
         step_grad = step_grad.data
+        assert step_grad.storage_offset() == 0, "rows are counted from where its storage starts"
         for index, (param, rows) in enumerate(zip(self.sharded_params, self._rows, strict=True)):
             local = step_grad.as_strided(*rows)
             if param.grad is None:

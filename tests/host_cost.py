@@ -1,11 +1,11 @@
 """What a schedule costs the host around a real GPTModel's nodes: megatron-core's own and ours.
 
 ``python tests/host_cost.py`` prints the table: two ranks, EP2, tiny sizes, without sharding and
-with ``optim_grads_params``, alternating steps in one process. CPU time of the calling thread (with
-worker threads: of the process, gloo's included), less what the nodes' callables, autograd's engine
-and gathers and reductions take; per overlapped pair of layers, as the difference of a deep and a
-shallow model. megatron-core builds a plan for every microbatch; that is told apart. Hooks of its
-FSDP v1 that a callable or the engine runs are within the callables.
+with ``optim_grads_params``, alternating steps in one process. CPU time of the calling thread, less
+what the nodes' callables, autograd's engine, and gathers and reductions take; per overlapped pair
+of layers, as the difference of a deep and a shallow model. megatron-core builds a plan for every
+microbatch; that is told apart. Hooks of its FSDP v1 that a callable or the engine runs are within
+the callables.
 
 Graphs are kept until the step is over, and what it takes to let go of them then is told apart, too:
 it is autograd's, and falls within a callable or outside by who holds the last reference.
@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from statistics import median
-from time import process_time_ns, thread_time_ns
+from time import thread_time_ns
 from typing import Any, cast
 
 import torch
@@ -133,14 +133,11 @@ class Variant:
     name: str
     is_ours: bool
     is_sharded: bool = False
-    kind: StreamKind = StreamKind.INLINE
-    """Of our lanes. Inline all run in the calling thread, so that its CPU time is all there is."""
 
 
 VARIANTS = (
     Variant(name="megatron-core", is_ours=False),
     Variant(name="ours", is_ours=True),
-    Variant(name="ours, worker threads", is_ours=True, kind=StreamKind.THREAD),
     Variant(name="megatron-core over its FSDP v1", is_ours=False, is_sharded=True),
     Variant(name="ours over fully_shard", is_ours=True, is_sharded=True),
 )
@@ -194,9 +191,10 @@ def our_step(variant: Variant, num_layers: int, world: RealWorld) -> Step:
     made = ModelMaker(args, world).make(is_ours=True, overlap=True, delay=False)
     parts = GPTParts(made.whole)
     if variant.is_sharded:
-        shard(parts, world.size, Runtime(stream_kind=variant.kind))
+        shard(parts, world.size, Runtime(stream_kind=StreamKind.INLINE))
     config = OverlapConfig(num_microbatches=NUM_MICROBATCHES, order="plain")
-    schedule = OverlapSchedule(parts, config, stream_kind=variant.kind)
+    # All lanes run in the calling thread, so that its CPU time is all there is.
+    schedule = OverlapSchedule(parts, config, stream_kind=StreamKind.INLINE)
     batches = [parts.batch(tokens, labels) for tokens, labels, _ in microbatches(NUM_MICROBATCHES)]
 
     def clear() -> None:
@@ -245,15 +243,14 @@ def measure() -> dict[str, tuple[float, ...]]:
             for variant in VARIANTS
         }
 
-        def cost(variant: Variant, step: Step) -> tuple[int, ...]:
+        def cost(step: Step) -> tuple[int, ...]:
             run, clear = step
             inside.times.update(callables=0, plans=0)
-            clock = process_time_ns if variant.kind is StreamKind.THREAD else thread_time_ns
-            started = clock()
+            started = thread_time_ns()
             run()
-            done = clock()
+            done = thread_time_ns()
             inside.graphs.clear()
-            cleared = clock()
+            cleared = thread_time_ns()
             clear()
             callables, plans = inside.times["callables"], inside.times["plans"]
             return done - started - callables - plans, plans, cleared - done, callables
@@ -266,7 +263,7 @@ def measure() -> dict[str, tuple[float, ...]]:
         try:
             for number in range(NUM_ROUNDS + 2):  # two to warm up
                 for variant, (shallow, deep) in steps.items():
-                    less, more = cost(variant, shallow), cost(variant, deep)
+                    less, more = cost(shallow), cost(deep)
                     if number >= 2:
                         pair = zip(less, more, strict=True)
                         times[variant.name].append(

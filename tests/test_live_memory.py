@@ -6,12 +6,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
-from weakref import finalize
+from weakref import finalize, ref
 
 import pytest
+import schedule_support as support
 import torch
 import torch.distributed as dist
 from models_support import random_tokens
+from schedule_support import Case
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +22,7 @@ from ep_overlap.config import OverlapConfig
 from ep_overlap.links.group import LinkSpeed, new_link_group
 from ep_overlap.models.groups import new_expert_groups
 from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, cross_entropy
+from ep_overlap.run.node import NodeRun
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
 from fsdp_hooks.accumulation import microbatch
@@ -226,6 +229,64 @@ def test_reducing_at_the_end_of_a_step_keeps_a_set_of_each_unit(
         for peak in (dense, expert):
             assert num_layers + 1 <= peak.sets <= num_layers + on_top
             assert peak.packed == 1
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+class Held:
+    """What a graph holds."""
+
+
+class Marked(torch.autograd.Function):
+    """Passes a value on; its place in the graph holds a ``Held``."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, held: list[ref[Held]]) -> Tensor:
+        ctx.held = Held()
+        held.append(ref(ctx.held))
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def live_attention_graphs() -> dict[str, int]:
+    """How many are alive behind the backward of each attn of megatron-core's model: the dispatcher
+    keeps values of the router beyond it."""
+    from ep_overlap.models.megatron_cpu import megatron_on_cpu
+    from ep_overlap.models.megatron_layers import MegatronMoELayer
+
+    case = Case(megatron=True, order="serial", layers=2, microbatches=2)
+    held: list[ref[Held]] = []
+    live: dict[str, int] = {}
+    attn, backward = MegatronMoELayer.attn, NodeRun.backward
+
+    def marked(self: MegatronMoELayer, state: Any, hidden: Tensor) -> Any:
+        return attn(self, state, Marked.apply(hidden, held))
+
+    def counted(self: NodeRun) -> None:
+        backward(self)
+        if ".attn." in self.name:
+            live[self.name] = sum(each() is not None for each in held)
+
+    gc.disable()
+    try:
+        with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MegatronMoELayer, "attn", marked)
+            patch.setattr(NodeRun, "backward", counted)
+            parts = support.build(case)
+            schedule = OverlapSchedule(parts, case.config, stream_kind=StreamKind.INLINE)
+            schedule.step(support.batches(parts, case, 0), support.loss_of(case))
+    finally:
+        gc.enable()
+    return live
+
+
+def test_an_attentions_graph_goes_with_its_backward(ranks2: RankPool) -> None:
+    expected = {"0F.attn.L1": 1, "0F.attn.L0": 0, "1F.attn.L1": 1, "1F.attn.L0": 0}
+    assert ranks2.run(live_attention_graphs) == [expected] * 2
 
 
 # ---- many steps ----------------------------------------------------------------------------------

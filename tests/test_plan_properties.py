@@ -88,6 +88,7 @@ def test_no_wait_could_be_left_out(plan: Plan) -> None:
 @given(plans())
 def test_the_text_parses_back(plan: Plan) -> None:
     assert tuple(parse_words(plan.text())) == plan.actions
+    assert "" not in plan.order_text().splitlines()
     again = plan_from_words(
         plan.order_text(),
         shape=plan.shape,

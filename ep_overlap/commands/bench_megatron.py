@@ -152,7 +152,8 @@ def measure(args: BenchArguments, world: MeasuredWorld) -> dict[str, Any]:
 @contextmanager
 def _uncollected() -> Generator[None]:
     """Until the block ends, let garbage collection pass by what is there now, models mostly: a pass
-    over all variants' takes tenths of a second, in whosever step it falls."""
+    over all variants' takes tenths of a second, in whosever step it falls. Then it is a suite's to
+    collect."""
     gc.collect()
     gc.freeze()
     try:

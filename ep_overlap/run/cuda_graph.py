@@ -64,8 +64,9 @@ class GraphedFunction:
             same work on the same memory, draw nothing random and call no collective.
         modules: whose own parameters it reads, which stay where they are.
         check: raises for a tensor that it cannot be captured with.
-        aside: the stream of captures; None: one of its own. Functions do well to share one: cuBLAS
-            keeps a workspace of tens of MB for each stream.
+        aside: the stream of captures; None: one of its own. Functions that are never replayed at
+            once do well to share one: cuBLAS keeps a workspace of tens of MB for each stream, which
+            is then theirs together.
     """
 
     def __init__(

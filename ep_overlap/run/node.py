@@ -7,7 +7,8 @@
 
 What is handed over is the same storage as what was made, as a new leaf. The consumer's backward
 leaves the gradient on the leaf; the producer's backward starts from there. Gradients of several
-hand-offs enter one backward call as its roots, so sums are formed in autograd's own order.
+hand-offs enter one backward call as its roots, so sums are formed in autograd's own order (but see
+below).
 
 Neither backward reads the value itself. Once the consumer's forward is through, it goes, unless
 somebody's graph has saved it::
@@ -154,6 +155,7 @@ class HandOff:
                 grads.append(grad)
                 # A model may keep a piece of the consumer's graph, and that the leaf.
                 received.grad = None
+        # ``clear``, without the call, as this runs for every hand-off.
         self._sent = self._received = self._roots = ()
 
     def clear(self) -> None:

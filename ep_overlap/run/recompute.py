@@ -246,7 +246,7 @@ class _Wiring:
             add = partial(self._add, phase, keeps_graph=phase is Phase.RECOMPUTE)
             routed, dispatched = [handoffs.routed], [handoffs.dispatched]
             expert_output, combined = [handoffs.expert_output], [handoffs.combined]
-            is_apart = layer.exchanges_apart
+            is_apart = layer.exchanges_apart  # of R's; no backward goes through F's
             add(Node.DISPATCH, index, dispatch, routed, dispatched, is_apart=is_apart)
             add(Node.MLP, index, of_experts, dispatched, expert_output)
             add(Node.COMBINE, index, combine, expert_output, combined)
