@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ep_overlap.plan.lower import check_budget
-from ep_overlap.plan.order import OrderName
+from ep_overlap.plan.order import OrderName, order_named
 
 PAIRED_FROM_MICROBATCHES: Final = 2
 """From so many microbatches on, the paired order has two forwards to interleave."""
@@ -51,10 +51,8 @@ class OverlapConfig:
         check_budget(self.max_unsharded_units)
         if self.order is not None and self.order_text is not None:
             raise ValueError("order and order_text exclude each other; give one of them")
-        if self.order is not None and self.order not in list(OrderName):
-            raise ValueError(
-                f"unknown order {self.order!r}; expected one of {', '.join(OrderName)}"
-            )
+        if self.order is not None:
+            order_named(self.order)
         if self.recompute_granularity not in (None, "full"):
             raise ValueError(
                 f"recompute_granularity {self.recompute_granularity!r} is no schedule's; expected "

@@ -230,7 +230,10 @@ class DelayedWgrad:
 
         Raises:
             RuntimeError: ``delayed_wgrad`` has been left.
+            ValueError: it is below 0.
         """
+        if index < 0:
+            raise ValueError(f"microbatch({index}): expected 0 or more")
         if self._wgrad.queue is None:
             raise RuntimeError(
                 "microbatch() after delayed_wgrad was left: nobody would flush; call it inside"
@@ -241,7 +244,7 @@ class DelayedWgrad:
         """Make all that wait, or those of one microbatch.
 
         With the last of them the backwards that left them end: gradients are reduced, and are in
-        ``.grad``.
+        ``.grad``. Where nothing waits, nothing happens.
         """
         queues = self._queues
         flushed = queues.values() if microbatch is None else [queues.get(microbatch, WgradQueue())]

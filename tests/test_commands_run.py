@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from ep_overlap.cli import main
-from ep_overlap.commands import argument_checks
+from ep_overlap.commands import argument_checks, parity
 from ep_overlap.commands.arguments import TrainArguments
+from ep_overlap.commands.parity import Parity
 from ep_overlap.commands.plan_arguments import plan_of
+from ep_overlap.commands.results import write_json
+from ep_overlap.commands.running import RunFailedError
 from ep_overlap.plan.lower import Strategy
 from ep_overlap.report.trace_file import read_trace
 
@@ -40,6 +43,33 @@ def result_of(command: str, path: Path) -> dict[str, Any]:
     done = run(f"{command} --json {path}")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(path.read_text())
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize(("found", "status"), [(Parity.CLOSE, 0), (Parity.FAILED, 1)])
+def test_a_run_whose_parity_fails_is_a_failed_run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: Parity,
+    status: int,
+) -> None:
+    monkeypatch.setattr(parity, "compare", lambda *compared, **named: found)
+    command = f"train --model reference {SMALL} --num-layers 1 --train-iters 1 --check-parity"
+    assert main(command.split()) == status
+    assert f"parity with the step without overlap: {found}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, as Linux has it")
+def test_a_result_that_finds_no_room_names_its_file() -> None:
+    with pytest.raises(RunFailedError, match=r"^/dev/full: No space left on device$"):
+        write_json(Path("/dev/full"), {"loss": 1.0})
+
+
+def test_values_that_are_no_numbers_are_compared_bit_by_bit() -> None:
+    ours, theirs = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])
+    assert parity._difference(ours, theirs) == 0.0  # pyright: ignore[reportPrivateUsage]
+    other = torch.tensor([2.0, torch.nan])
+    assert parity._difference(ours, other) == float("inf")  # pyright: ignore[reportPrivateUsage]
 
 
 def test_overlapped_megatron_training_is_bitwise_the_standard_path(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
 
 REFUSED = [
     ("train --num-layers 0", "--num-layers: expected 1 or more, got 0"),
+    ("plan --num-layers 99999999999", "--num-layers: expected at most 10000, got 99999999999"),
     ("train --num-microbatches -1", "--num-microbatches: expected 1 or more, got -1"),
     ("train --micro-batch-size 0", "--micro-batch-size: expected 1 or more, got 0"),
     ("train --expert-model-parallel-size 0", "--expert-model-parallel-size: expected 1 or more"),
@@ -118,6 +119,13 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert said.err.startswith(f"{where}: error: ")
     assert problem in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_an_empty_order_is_no_file(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of([command, "--order", "", "--overlap-moe-expert-parallel-comm"]) == 2
+    expected = "--order: expected serial, plain, paired, or a file of action words, got nothing"
+    assert capsys.readouterr().err == f"ep-overlap {command}: error: {expected}\n"
 
 
 @pytest.mark.parametrize("flag", ["--save", "--load", "--json", "--data"])

@@ -259,6 +259,20 @@ def test_graphs_apart_have_their_backwards_in_the_order_of_sending(
     ]
 
 
+def test_graphs_that_are_said_to_be_apart_and_are_not_are_refused() -> None:
+    weight = torch.ones(4, requires_grad=True)
+
+    def packed() -> Sequence[Bundle]:
+        tokens, probs = (weight * 3).split(2)
+        return (Tokens(tokens * 2, probs + 1),)
+
+    sent = HandOff("dispatch")
+    node = NodeRun("0F.dispatch.L0", packed, inlets=[], outlets=[sent], is_apart=True)
+    with pytest.raises(ValueError, match=r"0F\.dispatch\.L0: exchanges_apart is True, but .* one"):
+        node.forward()
+    assert node.state is NodeState.IDLE
+
+
 def test_hooks_run_before_the_function_before_the_roots_and_after_the_backward() -> None:
     log: list[str] = []
     toy = Toy()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,19 @@ def test_a_plans_strategies_are_those_of_the_sharding_core() -> None:
         for name, each in STRATEGIES.items()
     }
     assert sharded == {s: (s.shards_params, s.shards_main, s.shards_grads) for s in Strategy}
+
+
+def test_orders_and_strategies_go_by_their_names_too() -> None:
+    sizes: dict[str, Any] = {"shape": shape("mm"), "num_microbatches": 3}
+    assert build_plan(**sizes, order="paired") == build_plan(**sizes, order=OrderName.PAIRED)
+    assert build_plan(**sizes, order="serial").actions != build_plan(**sizes).actions
+    with pytest.raises(ValueError, match=r"unknown order 'foo'; expected one of serial, plain"):
+        build_plan(**sizes, order="foo")
+    named: Any = "optim_grads_params"
+    assert Sharding(strategy=named) == Sharding(strategy=Strategy.OPTIM_GRADS_PARAMS)
+    named = "zero3"
+    with pytest.raises(ValueError, match=r"unknown strategy 'zero3'; expected one of no_shard"):
+        Sharding(strategy=named)
 
 
 def test_an_order_file_gives_the_plan_of_the_same_order() -> None:

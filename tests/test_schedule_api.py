@@ -177,6 +177,27 @@ def test_a_layer_that_lacks_a_node_is_refused_naming_both() -> None:
         OverlapSchedule(parts, OverlapConfig(num_microbatches=2))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"exchanges_apart": None}, r"layer 0 \(Layer\) does not say .* property exchanges_apart"),
+        ({"exchanges_apart": "no"}, r"layer 0 \(Layer\) does not say .* property exchanges_apart"),
+        ({"kind": LayerKind.MOE_SHARED}, r"layer 0 \(Layer\) is moe_shared, but .* NoneType"),
+    ],
+)
+def test_a_layer_that_says_too_little_of_its_experts_is_refused(
+    changed: dict[str, Any], message: str
+) -> None:
+    parts = support.build(Case(layers=1))
+    layer = parts.layers[0]
+    members = {"__getattr__": lambda self, name: getattr(layer, name)}
+    calls = dict.fromkeys(("attn", "dispatch", "mlp", "combine", "finish"), lambda self: None)
+    stated = {"kind": LayerKind.MOE, "exchanges_apart": False, "shared_experts": None}
+    made = type("Layer", (), members | calls | stated | changed)()
+    with pytest.raises(ValueError, match=message):
+        check_parts(SimpleNamespace(layers=[made]))  # type: ignore[arg-type]
+
+
 def test_another_number_of_batches_is_refused_and_the_next_step_runs() -> None:
     case = Case(microbatches=3)
     parts = support.build(case)
@@ -440,6 +461,8 @@ class _OneGroupForAll:
     """A MoE layer that declares one process group for counts and exchanges."""
 
     kind = LayerKind.MOE
+    exchanges_apart = False
+    shared_experts = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

@@ -173,6 +173,14 @@ def test_microbatches_may_be_flushed_in_another_order_than_they_ran() -> None:
             assert equal(grads_of(model), grads_of(reference))
 
 
+def test_a_microbatch_below_the_first_is_refused() -> None:
+    with (
+        delayed_wgrad(mlp()) as delayed,
+        pytest.raises(ValueError, match=r"microbatch\(-1\): expected 0 or more"),
+    ):
+        delayed.microbatch(-1)
+
+
 def test_where_nothing_waits_a_flush_does_nothing() -> None:
     # M#6145, zero-bubble-pipeline-parallelism#72: it took from an empty queue.
     model = mlp()

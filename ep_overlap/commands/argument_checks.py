@@ -38,8 +38,11 @@ from ep_overlap.commands.checkpoint_record import (
 from ep_overlap.commands.plan_arguments import plan_of
 from ep_overlap.plan.check import PlanError
 from ep_overlap.plan.lower import Strategy
+from ep_overlap.plan.order import OrderName
 from fsdp_hooks.placement import placements_of
 
+_LARGEST: Final = {"num_layers": 10_000, "num_microbatches": 10_000}
+"""A plan names each layer of each microbatch."""
 _COUNTS: Final = (
     "num_layers",
     "num_blocks",
@@ -85,6 +88,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
             yield from _bad_setup(args)
             yield from _bad_layers(args)
             yield from _bad_training(args, environ)
+            yield from _no_order(args)
             if args.overlap_moe_expert_parallel_comm:
                 yield from _bad_plan(args)
         case BenchArguments():
@@ -108,6 +112,7 @@ def problems(args: Arguments, environ: Mapping[str, str]) -> Iterator[str]:
                 yield from _bad_layers(args)
                 yield from _bad_budget(args)
         case PlanArguments():
+            yield from _no_order(args)
             yield from _bad_budget(args)
         case TimelineArguments():
             yield from _bad_window(args)
@@ -154,6 +159,11 @@ def _nothing_to_hide(args: RankFlags, environ: Mapping[str, str]) -> Iterator[st
             "there is nothing to hide with --expert-model-parallel-size 1: "
             "a rank that has all experts exchanges nothing"
         )
+
+
+def _no_order(args: TrainArguments | PlanArguments) -> Iterator[str]:
+    if args.order is not None and not args.order.strip():
+        yield f"--order: expected {', '.join(OrderName)}, or a file of action words, got nothing"
 
 
 def _unused_order(args: TrainArguments | PlanArguments) -> Iterator[str]:
@@ -223,6 +233,8 @@ def _bad_counts(args: Arguments) -> Iterator[str]:
         value = values.get(name)
         if isinstance(value, int) and value < 1:
             yield f"{spelled(name)}: expected 1 or more, got {value}"
+        elif isinstance(value, int) and value > _LARGEST.get(name, value):
+            yield f"{spelled(name)}: expected at most {_LARGEST[name]}, got {value}"
 
 
 def _same_files(args: Arguments) -> Iterator[str]:

@@ -175,8 +175,9 @@ class OverlapFlags:
     )
     order: str | None = _flag(
         None,
-        "plain, paired, or a file of action words (default: paired from two microbatches on)",
-        metavar="plain|paired|FILE",
+        "plain, paired, serial, or a file of action words (default: paired from two microbatches "
+        "on)",
+        metavar="plain|paired|serial|FILE",
     )
 
 

@@ -4,18 +4,27 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from ep_overlap.commands.running import RunFailedError
 from ep_overlap.commands.world import World
 from ep_overlap.run.trace import ChromeTrace
 
 
 def write_json(path: Path | None, result: Mapping[str, object]) -> None:
-    """Write a result; None: nowhere."""
+    """Write a result; None: nowhere.
+
+    Raises:
+        RunFailedError: it cannot be written.
+    """
     if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        _write(path, json.dumps(result, indent=2) + "\n")
 
 
 def write_trace(path: Path | None, chrome: ChromeTrace | None, world: World) -> None:
-    """Write all ranks' traces into one file, on rank 0. Collective; nothing without a path."""
+    """Write all ranks' traces into one file, on rank 0. Collective; nothing without a path.
+
+    Raises:
+        RunFailedError: it cannot be written.
+    """
     if path is None or chrome is None:
         return
     events = [e for part in world.gathered(chrome.as_json()) for e in part["traceEvents"]]
@@ -25,4 +34,11 @@ def write_trace(path: Path | None, chrome: ChromeTrace | None, world: World) -> 
         for event in events:
             if event["ph"] == "X":
                 event["ts"] -= start_us
-        path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+        _write(path, json.dumps({"traceEvents": events}))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFailedError(f"{path}: {error.strerror}") from None

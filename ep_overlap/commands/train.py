@@ -10,7 +10,7 @@ from ep_overlap.commands.arguments import TrainArguments
 from ep_overlap.commands.checkpoint_record import Start
 from ep_overlap.commands.checkpointing import load, save
 from ep_overlap.commands.history import History, Iteration, progress_bar, report
-from ep_overlap.commands.parity import Baseline
+from ep_overlap.commands.parity import Baseline, Parity
 from ep_overlap.commands.plan_arguments import order_of, read_order
 from ep_overlap.commands.results import write_json, write_trace
 from ep_overlap.commands.running import (
@@ -38,8 +38,8 @@ def run(args: TrainArguments) -> int:
         choose_device(args.device)
         return launch(own_command(), nproc=args.nproc)
     with open_world(args.device, speed=None) as world, model_environment(args.model, world):
-        _train(args, world)
-    return 0
+        parity = _train(args, world)
+    return 1 if parity is Parity.FAILED else 0
 
 
 def overlap_config(args: TrainArguments) -> OverlapConfig:
@@ -57,7 +57,8 @@ def overlap_config(args: TrainArguments) -> OverlapConfig:
     )
 
 
-def _train(args: TrainArguments, world: World) -> None:
+def _train(args: TrainArguments, world: World) -> Parity | None:
+    """Returns what ``--check-parity`` has found."""
     data = batches_of(args, world, path=args.data)
     recipe = recipe_of(args)
     meshes = Meshes.of(world, recipe.expert_parallel_size)
@@ -99,6 +100,7 @@ def _train(args: TrainArguments, world: World) -> None:
     if world.rank == 0:
         write_json(args.json, result)
         report(result)
+    return parity
 
 
 def _iterate(

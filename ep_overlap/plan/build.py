@@ -7,7 +7,14 @@ from ep_overlap.plan.action import Action, Compute, Phase, parse_action
 from ep_overlap.plan.check import PlanError, check, check_order
 from ep_overlap.plan.edges import waits
 from ep_overlap.plan.lower import Sharding, add_sharding, add_sync
-from ep_overlap.plan.order import ModelShape, OrderName, combined_1f1b, forward_only, serial
+from ep_overlap.plan.order import (
+    ModelShape,
+    OrderName,
+    combined_1f1b,
+    forward_only,
+    order_named,
+    serial,
+)
 from ep_overlap.plan.plan import Plan
 
 _COMMENT: Final = "#"
@@ -17,7 +24,7 @@ def build_plan(
     *,
     shape: ModelShape,
     num_microbatches: int,
-    order: OrderName = OrderName.PAIRED,
+    order: OrderName | str = OrderName.PAIRED,
     delay_wgrad: bool = False,
     dispatch_over_wgrad: bool = False,
     recompute: bool = False,
@@ -31,8 +38,10 @@ def build_plan(
     ``order.serial``.
 
     Raises:
-        ValueError: no layers, no microbatches, or a budget below what the order needs.
+        ValueError: no such order, no layers, no microbatches, or a budget below what the order
+            needs.
     """
+    order = order_named(order)
     name = "forward" if evaluate else str(order)
     if evaluate:
         nodes = forward_only(shape, num_microbatches)

@@ -53,7 +53,7 @@ class Sharding:
     """How a plan's units are sharded.
 
     Raises:
-        ValueError: ``max_unsharded_units`` is below 1.
+        ValueError: ``max_unsharded_units`` is below 1, or there is no such strategy.
     """
 
     strategy: Strategy
@@ -68,6 +68,10 @@ class Sharding:
 
     def __post_init__(self) -> None:
         check_budget(self.max_unsharded_units)
+        if self.strategy not in list(Strategy):
+            known = ", ".join(Strategy)
+            raise ValueError(f"unknown strategy {self.strategy!r}; expected one of {known}")
+        object.__setattr__(self, "strategy", Strategy(self.strategy))  # its name is one, too
 
     @property
     def reduces_each_microbatch(self) -> bool:

@@ -39,6 +39,17 @@ class OrderName(StrEnum):
     PAIRED = "paired"
 
 
+def order_named(name: OrderName | str) -> OrderName:
+    """The built-in order of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in list(OrderName):
+        raise ValueError(f"unknown order {name!r}; expected one of {', '.join(OrderName)}")
+    return OrderName(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """What an order needs to know of a model.

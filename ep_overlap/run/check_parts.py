@@ -1,20 +1,20 @@
 """What a model's parts must be for a schedule to run them; refused before anything runs."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import ProcessGroup
 
 from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase
-from ep_overlap.run.layer import ModelParts
+from ep_overlap.run.layer import ModelParts, MoELayerParts
 
 
 def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
     """The kind of each layer.
 
     Raises:
-        ValueError: a layer lacks one of its kind's nodes, or nodes of two lanes use one process
-            group: two lanes have no order between them, so ranks could issue in different orders
-            (and one gloo group used from two threads mixes their data).
+        ValueError: a layer lacks one of its kind's nodes, or what else its kind needs; or nodes of
+            two lanes use one process group: two lanes have no order between them, so ranks could
+            issue in different orders (and one gloo group used from two threads mixes their data).
     """
     kinds: list[LayerKind] = []
     users: list[tuple[ProcessGroup, Compute]] = []
@@ -29,6 +29,8 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
                 f"{', '.join(missing)}; expected the methods {', '.join(needed)}. Add what is "
                 "missing, or let its kind be another"
             )
+        if layer.kind.has_experts:
+            _check_experts(index, cast(MoELayerParts[Any], layer))
         kinds.append(layer.kind)
         for node in NODES_OF[layer.kind]:
             user = Compute(0, Phase.FORWARD, node, index)
@@ -67,6 +69,23 @@ def check_replayed(
     for found, is_so in unfit.items():
         if is_so:
             raise ValueError(f"cuda_graphs with {found}; leave cuda_graphs out, or change that")
+
+
+def _check_experts(index: int, layer: MoELayerParts[Any]) -> None:
+    name = f"layer {index} ({type(layer).__name__})"
+    declared = _member(layer, "exchanges_apart")
+    if declared is None or not isinstance(cast(object, layer.exchanges_apart), bool):
+        raise ValueError(
+            f"{name} does not say whether dispatch exchanges tokens and probs apart; expected a "
+            "property exchanges_apart, True or False. False is always right"
+        )
+    has_shared = layer.shared_experts is not None
+    if has_shared != (layer.kind is LayerKind.MOE_SHARED):
+        raise ValueError(
+            f"{name} is {layer.kind}, but its shared_experts is "
+            f"{type(layer.shared_experts).__name__}; expected a module for "
+            f"{LayerKind.MOE_SHARED}, and None for {LayerKind.MOE}"
+        )
 
 
 def _check_lane(

@@ -109,8 +109,8 @@ class MoELayerParts[StateT](LayerParts, Protocol):
     @property
     def exchanges_apart(self) -> bool:
         """Whether ``dispatch`` exchanges tokens and probs by graphs that share nothing. Then the
-        backward of the tokens is launched first, by itself (see ``node.py``); what they did share
-        would run twice."""
+        backward of the tokens is launched first, by itself (see ``node.py``). The first forward
+        refuses graphs that do share something."""
         ...
 
     def attn(self, state: StateT, hidden: Tensor) -> tuple[Tokens, Carry]:

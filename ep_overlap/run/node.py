@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import Node as AutogradNode
 
 from fsdp_hooks.wgrad import storage_id
 
@@ -243,7 +244,7 @@ class NodeRun:
         inlets: what it receives.
         outlets: what it sends.
         keeps_graph: False for the first forward of what is recomputed.
-        is_apart: whether the graphs of what it sends share nothing.
+        is_apart: whether the graphs of what it sends share nothing; checked in the first forward.
     """
 
     __slots__ = (
@@ -256,6 +257,7 @@ class NodeRun:
         "_reads",
         "_state",
         "_used",
+        "_was_apart",
         "borrowed",
         "keeps_used",
         "name",
@@ -280,6 +282,7 @@ class NodeRun:
         self._outlets = tuple(outlets)
         self._keeps_graph = keeps_graph
         self._is_apart = is_apart
+        self._was_apart = False
         self._state = NodeState.IDLE
         self._read: Sequence[object] = ()
         self._used: Sequence[object] = ()
@@ -305,6 +308,7 @@ class NodeRun:
 
         Raises:
             RuntimeError: the last forward's backward has not run.
+            ValueError: graphs that should be apart share something.
         """
         if self._state is not NodeState.IDLE:
             raise self._out_of_order("forward", NodeState.IDLE)
@@ -313,6 +317,8 @@ class NodeRun:
         # Grad mode is asked for once, not in each hand-off: this is the host's time for every node.
         if self._keeps_graph and torch.is_grad_enabled():
             sent = self._function(*[inlet.receive() for inlet in self._inlets])
+            if self._is_apart and not self._was_apart:
+                self._check_apart(sent)
             self._state = NodeState.FORWARD_DONE
             if self.keeps_used:
                 self._reads = True
@@ -359,6 +365,24 @@ class NodeRun:
         self._state = NodeState.IDLE
         for hook in self.post_backward_hooks:
             hook()
+
+    def _check_apart(self, sent: Sequence[Bundle]) -> None:
+        """Once: a model's graphs are alike in every step."""
+        seen: set[AutogradNode] = set()
+        for tensor in (tensor for bundle in sent for tensor in bundle if tensor is not None):
+            own: set[AutogradNode] = set()
+            reached = [tensor.grad_fn]
+            while reached:
+                if (node := reached.pop()) is not None and node not in own:
+                    own.add(node)
+                    reached += [before for before, _ in node.next_functions]
+            if own & seen:
+                raise ValueError(
+                    f"{self.name}: exchanges_apart is True, but tokens and probs come of one "
+                    "graph, and what they share would run twice; let exchanges_apart be False"
+                )
+            seen |= own
+        self._was_apart = True
 
     def drop_read(self) -> None:
         """Let go of what the forward read: the lane that made it now waits for this node."""
