@@ -259,6 +259,25 @@ def test_graphs_apart_have_their_backwards_in_the_order_of_sending(
     ]
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda: (Hidden(torch.ones(1)),), r"0F\.attn\.L0 returned 1 values, expected 2"),
+        (lambda: Tokens(torch.ones(1), torch.ones(1)), r"returned Tensor, expected .* named tuple"),
+        (lambda: (Hidden(torch.ones(1)), None), r"returned NoneType, expected a tensor"),
+        (lambda: (Hidden((torch.ones(1),)), Hidden(torch.ones(1))), r"returned tuple, expected"),
+    ],
+)
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_a_function_that_returns_something_else_is_named(
+    returned: Callable[..., Any], message: str, has_grad: bool
+) -> None:
+    node = NodeRun("0F.attn.L0", returned, inlets=[], outlets=[HandOff("a"), HandOff("b")])
+    with torch.set_grad_enabled(has_grad), pytest.raises(ValueError, match=message):
+        node.forward()
+    assert node.state is NodeState.IDLE
+
+
 def test_graphs_that_are_said_to_be_apart_and_are_not_are_refused() -> None:
     weight = torch.ones(4, requires_grad=True)
 

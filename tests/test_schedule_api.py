@@ -21,8 +21,8 @@ from ep_overlap.models.reference import MoETransformer
 from ep_overlap.plan.action import Compute, LayerKind, Node, Phase
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.order import ModelShape
-from ep_overlap.run.check_parts import check_parts, check_replayed
-from ep_overlap.run.layer import Collective
+from ep_overlap.run.check_parts import MODEL_MEMBERS, check_parts, check_replayed
+from ep_overlap.run.layer import Collective, ModelParts
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
 from fsdp_hooks import fully_shard
@@ -196,6 +196,23 @@ def test_a_layer_that_says_too_little_of_its_experts_is_refused(
     made = type("Layer", (), members | calls | stated | changed)()
     with pytest.raises(ValueError, match=message):
         check_parts(SimpleNamespace(layers=[made]))  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_not_in_parts_is_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"Linear has no module, layers, .*; expected .* GPTParts"):
+        OverlapSchedule(model, OverlapConfig(num_microbatches=1))
+
+
+def test_every_member_of_the_protocol_is_looked_for() -> None:
+    members = {name for name in vars(ModelParts) if not name.startswith("_")}
+    assert members == set(MODEL_MEMBERS)
+
+
+def test_a_kind_that_is_a_word_is_refused() -> None:
+    named = type("Layer", (), {"kind": "moe"})()
+    with pytest.raises(ValueError, match=r"layer 0 \(Layer\): expected a LayerKind .* got 'moe'"):
+        check_parts(SimpleNamespace(layers=[named]))  # type: ignore[arg-type]
 
 
 def test_another_number_of_batches_is_refused_and_the_next_step_runs() -> None:

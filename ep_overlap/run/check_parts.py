@@ -1,11 +1,42 @@
 """What a model's parts must be for a schedule to run them; refused before anything runs."""
 
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch.distributed import ProcessGroup
 
 from ep_overlap.plan.action import NODES_OF, Compute, LayerKind, Node, Phase
 from ep_overlap.run.layer import ModelParts, MoELayerParts
+
+MODEL_MEMBERS: Final = (
+    "module",
+    "layers",
+    "wgrad_layers",
+    "draws_random",
+    "random_states",
+    "replays_graphs",
+    "shared_weights",
+    "head",
+    "collectives",
+    "begin",
+    "pre",
+    "post",
+    "whole",
+)
+"""Of ``ModelParts``."""
+
+
+def check_model(parts: ModelParts[Any, Any]) -> None:
+    """Whether a model has what a schedule asks of it.
+
+    Raises:
+        ValueError: it lacks some.
+    """
+    present = dir(parts)  # modules of a module, too
+    if missing := [name for name in MODEL_MEMBERS if name not in present]:
+        raise ValueError(
+            f"{type(parts).__name__} has no {', '.join(missing)}; expected a model in parts, as "
+            "ep_overlap.run.layer.ModelParts, such as GPTParts(model)"
+        )
 
 
 def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
@@ -19,6 +50,11 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
     kinds: list[LayerKind] = []
     users: list[tuple[ProcessGroup, Compute]] = []
     for index, layer in enumerate(parts.layers):
+        if not isinstance(cast(object, layer.kind), LayerKind):
+            raise ValueError(
+                f"layer {index} ({type(layer).__name__}): expected a LayerKind as its kind, got "
+                f"{layer.kind!r}"
+            )
         needed = [str(node) for node in NODES_OF[layer.kind]]
         if layer.kind.has_experts:
             needed.append("finish")

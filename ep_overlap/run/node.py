@@ -29,7 +29,7 @@ is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ou
 
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -244,20 +244,20 @@ class NodeRun:
         inlets: what it receives.
         outlets: what it sends.
         keeps_graph: False for the first forward of what is recomputed.
-        is_apart: whether the graphs of what it sends share nothing; checked in the first forward.
+        is_apart: whether the graphs of what it sends share nothing.
     """
 
     __slots__ = (
         "_function",
         "_inlets",
         "_is_apart",
+        "_is_checked",
         "_keeps_graph",
         "_outlets",
         "_read",
         "_reads",
         "_state",
         "_used",
-        "_was_apart",
         "borrowed",
         "keeps_used",
         "name",
@@ -282,7 +282,7 @@ class NodeRun:
         self._outlets = tuple(outlets)
         self._keeps_graph = keeps_graph
         self._is_apart = is_apart
-        self._was_apart = False
+        self._is_checked = False
         self._state = NodeState.IDLE
         self._read: Sequence[object] = ()
         self._used: Sequence[object] = ()
@@ -308,7 +308,9 @@ class NodeRun:
 
         Raises:
             RuntimeError: the last forward's backward has not run.
-            ValueError: graphs that should be apart share something.
+            ValueError: the function returned something else than bundles for its outlets, or
+                graphs that should be apart share something. Looked for in the first forward: a
+                model's parts are alike in every step.
         """
         if self._state is not NodeState.IDLE:
             raise self._out_of_order("forward", NodeState.IDLE)
@@ -317,8 +319,8 @@ class NodeRun:
         # Grad mode is asked for once, not in each hand-off: this is the host's time for every node.
         if self._keeps_graph and torch.is_grad_enabled():
             sent = self._function(*[inlet.receive() for inlet in self._inlets])
-            if self._is_apart and not self._was_apart:
-                self._check_apart(sent)
+            if not self._is_checked:
+                self._check(sent)
             self._state = NodeState.FORWARD_DONE
             if self.keeps_used:
                 self._reads = True
@@ -330,6 +332,8 @@ class NodeRun:
             received = [inlet.take() for inlet in self._inlets]
             with torch.no_grad():
                 sent = self._function(*received)
+            if not self._is_checked:
+                self._check(sent)
             if self.keeps_used:
                 self._read = received
         for outlet, bundle in zip(self._outlets, sent, strict=True):
@@ -366,8 +370,24 @@ class NodeRun:
         for hook in self.post_backward_hooks:
             hook()
 
+    def _check(self, sent: Sequence[Bundle]) -> None:
+        if len(sent) != len(self._outlets):
+            raise ValueError(
+                f"{self.name} returned {len(sent)} values, expected {len(self._outlets)}: see "
+                "ep_overlap.run.layer"
+            )
+        for wrong in filter(None, map(_wrong_type, sent)):
+            raise ValueError(
+                f"{self.name} returned {wrong.__name__}, expected a tensor, or a named tuple of "
+                "tensors: see ep_overlap.run.layer"
+            )
+        if self._is_apart and self._keeps_graph:
+            if not torch.is_grad_enabled():
+                return
+            self._check_apart(sent)
+        self._is_checked = True
+
     def _check_apart(self, sent: Sequence[Bundle]) -> None:
-        """Once: a model's graphs are alike in every step."""
         seen: set[AutogradNode] = set()
         for tensor in (tensor for bundle in sent for tensor in bundle if tensor is not None):
             own: set[AutogradNode] = set()
@@ -382,7 +402,6 @@ class NodeRun:
                     "graph, and what they share would run twice; let exchanges_apart be False"
                 )
             seen |= own
-        self._was_apart = True
 
     def drop_read(self) -> None:
         """Let go of what the forward read: the lane that made it now waits for this node."""
@@ -408,6 +427,15 @@ class NodeRun:
             f"{call} of {self.name}: its state is {self._state.value!r}, expected "
             f"{expected.value!r}. Run each node's forward once, then its backward once"
         )
+
+
+def _wrong_type(bundle: object) -> type | None:
+    """Of what a model returned, whatever its annotations say: what is no tensor, nor absent."""
+    if not isinstance(bundle, tuple):
+        return type(bundle)
+    members = cast(tuple[object, ...], bundle)
+    wrong = (each for each in members if each is not None and not isinstance(each, Tensor))
+    return next(map(type, wrong), None)
 
 
 def forget_failed_backward() -> None:
