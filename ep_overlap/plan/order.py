@@ -305,9 +305,9 @@ def _paired(writer: _Writer, num_microbatches: int) -> list[Compute]:
         forward = backward + 2
         layers = writer.steady(backward=backward, forward=forward)
         # Nothing of a post is exchanged, so where a pair ends, the exchange lane would be idle
-        # under both of them. The previous forward's is needed only by the next pair: it waits
-        # until this pair's first dispatch has its attn. The next backward's is there by then, and
-        # begins under the last combine.F.
+        # under both of them. The previous forward's is needed only where this pair ends: it waits
+        # until the first dispatch has its attn. The next backward's comes there, under the last
+        # combine.F.
         first_attn = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, 0)) + 1
         last_attn = layers.index(Compute(backward, Phase.BACKWARD, Node.ATTN, 0))
         order += [
