@@ -142,8 +142,14 @@ def _doctor(args: DoctorArguments) -> int:
 
 
 def _write_json(path: Path | None, result: Mapping[str, object]) -> None:
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--json {path}: {error.strerror}; expected a file that can be written"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from ep_overlap.plan.lower import Sharding, Strategy
 from ep_overlap.plan.order import ModelShape, computes_of
 from ep_overlap.plan.plan import Plan
 from ep_overlap.plan.units import units_given, units_read
-from ep_overlap.run.check_parts import check_model, check_parts, check_replayed
+from ep_overlap.run.check_parts import check_model, check_parts, check_recomputed, check_replayed
 from ep_overlap.run.joined import GatherOrder, JoinedUnit
 from ep_overlap.run.layer import JoinedModules, ModelParts, modules_of
 from ep_overlap.run.node import NodeRun, forget_failed_backward
@@ -95,6 +95,8 @@ class OverlapSchedule:
         self._parts = model
         check_model(model)
         self._shape = ModelShape(layers=check_parts(model))
+        if config.recompute_granularity is not None:
+            check_recomputed(model)
         self._lifecycle: RootLifecycle = lifecycle or lifecycle_of(model.module)
         self._units = _named_units(model, self._lifecycle)
         device = next(model.module.parameters()).device

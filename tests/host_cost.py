@@ -106,6 +106,8 @@ def watching() -> Iterator[Inside]:
     inside = Inside()
     for part in ("attn", "dispatch", "mlp", "combine", "finish"):
         inside.watch(megatron_layers.MegatronMoELayer, part)
+    for part in ("dispatch_backward", "combine_backward"):
+        inside.watch(megatron_layers.MegatronMoELayer, part)
     for part in ("pre", "post"):
         inside.watch(megatron_parts.GPTParts, part)
     inside.watch(node, "_RUN_ENGINE")

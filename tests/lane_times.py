@@ -19,7 +19,9 @@ TRACED_MS = {
     "W.mlp": 3.7,
     "W.attn": 2.05,
 }
-"""Of docs/gpu.md's GPU-bound size: 4 layers, 8 microbatches of 8 x 4096 tokens, one H200."""
+"""Of the size of docs/gpu.md's "Against megatron-core", in a trace of 2026-11-30: one H200."""
+
+EXCHANGES = ("F.dispatch", "F.combine", "B.dispatch", "B.combine")
 
 
 @dataclass
@@ -34,12 +36,17 @@ class LaneTimes:
 
 
 def traced(exchange: float) -> Callable[[str], float]:
-    """Durations of nodes, exchanges of one length."""
-    return lambda node: TRACED_MS.get(node, exchange)
+    """Durations of nodes, exchanges of one length.
+
+    Raises:
+        KeyError: of a node that was not traced.
+    """
+    return {**TRACED_MS, **dict.fromkeys(EXCHANGES, exchange)}.__getitem__
 
 
 def lane_times(plan: Plan, duration: Callable[[str], float]) -> LaneTimes:
-    """Run the plan on paper. ``duration``: of a node such as ``F.attn``."""
+    """Run the plan on paper. ``duration``: of a node such as ``F.attn``. Lanes of gathers and
+    reductions have no order here, so of a sharded plan it says too little."""
     times = LaneTimes(0.0)
     ends: list[float] = []
     free: dict[Lane, float] = {}

@@ -17,7 +17,7 @@ from ep_overlap.commands.world import local_part
 from ep_overlap.config import OverlapConfig
 from ep_overlap.models.groups import ExpertGroups, new_expert_groups
 from ep_overlap.models.reference import Batch, MoETransformer, ReferenceConfig, cross_entropy
-from ep_overlap.plan.action import NODES_OF, parse_action
+from ep_overlap.plan.action import NODES_OF, Node, parse_action
 from ep_overlap.run.layer import ModelParts, modules_of
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks import fully_shard
@@ -346,13 +346,26 @@ Probe = Callable[[str, Any], None]
 """Called with a node's name, such as ``attn.L0`` or ``post``, and with what it returns."""
 
 
-def tap(parts: Any, probe: Probe) -> None:
-    """Let ``probe`` see what each node returns, within the node; on one model, for good."""
-    _wrap(parts, "pre", "pre", probe)
-    _wrap(parts, "post", "post", probe)
+def tap(parts: Any, probe: Probe, in_backward: Callable[[str], None] = lambda node: None) -> None:
+    """Let ``probe`` see what each node returns, within the node; on one model, for good.
+
+    ``in_backward``: called with its name within each node's backward.
+    """
+
+    def probe_both(node: str, result: Any) -> None:
+        probe(node, result)
+        hook_backward(result, partial(in_backward, node))
+
+    _wrap(parts, "pre", "pre", probe_both)
+    _wrap(parts, "post", "post", probe_both)
     for index, layer in enumerate(parts.layers):
         for node in NODES_OF[layer.kind]:
-            _wrap(layer, str(node), f"{node}.L{index}", probe)
+            name = f"{node}.L{index}"
+            if node in (Node.DISPATCH, Node.COMBINE):  # without a graph
+                _wrap(layer, str(node), name, probe)
+                _wrap(layer, f"{node}_backward", name, lambda name, result: in_backward(name))
+            else:
+                _wrap(layer, str(node), name, probe_both)
 
 
 def _wrap(owner: Any, method: str, name: str, probe: Probe) -> None:
@@ -376,8 +389,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def in_backward(value: Any, call: Callable[[], None]) -> None:
-    """Call once in the backward of the node that returned ``value``."""
+def hook_backward(value: Any, call: Callable[[], None]) -> None:
+    """Call once in the backward of the graph that made ``value``."""
     calls = iter((call,))
 
     def hook(grad: Tensor, node: Any = None) -> None:

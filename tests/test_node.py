@@ -40,7 +40,7 @@ class Chain:
     """attn -> mlp -> loss, with a carry from attn to loss."""
 
     def __init__(self, toy: Toy) -> None:
-        self.tokens, self.carry = HandOff("tokens"), HandOff("carry")
+        self.tokens, self.carry = HandOff("tokens", Tokens), HandOff("carry", Carry)
         self.hidden, self.end = HandOff("hidden"), LossEnd()
         self.made: list[weakref.ref[Tensor]] = []
         self.nodes = [
@@ -210,84 +210,31 @@ class TestWhatIsKept:
         chain.backward()
 
 
-class Logged(torch.autograd.Function):
-    """Passes a value on, and notes when its gradient comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, name: str, log: list[str]) -> Tensor:
-        ctx.name, ctx.log = name, log
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(ctx.name)
-        return grads[0], None, None
-
-
-@pytest.mark.parametrize(
-    ("is_apart", "order"), [(True, ["tokens", "probs"]), (False, ["probs", "tokens"])]
-)
-def test_graphs_apart_have_their_backwards_in_the_order_of_sending(
-    is_apart: bool, order: list[str]
-) -> None:
-    log: list[str] = []
-    weights = [torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)]
-
-    def both() -> Sequence[Bundle]:
-        tokens, probs = (
-            Logged.apply(weight * 5, name, log)
-            for weight, name in zip(weights, ("tokens", "probs"), strict=True)
-        )
-        return (Tokens(tokens, probs),)
-
-    sent, end = HandOff("dispatch"), LossEnd()
-    node = NodeRun("0F.dispatch.L0", both, inlets=[], outlets=[sent], is_apart=is_apart)
-
-    def loss(tokens: Tokens) -> Sequence[Bundle]:
-        assert tokens.probs is not None
-        return (Hidden((tokens.tokens * tokens.probs).sum()),)
-
-    last = NodeRun("0F.post", loss, inlets=[sent], outlets=[end])
-    node.forward()
-    last.forward()
-    last.backward()
-    node.backward()
-    assert log == order
-    assert [weight.grad for weight in weights] == [
-        pytest.approx([50.0] * 3),
-        pytest.approx([25.0] * 3),
-    ]
+ONE = torch.ones(1)
 
 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda: (Hidden(torch.ones(1)),), r"0F\.attn\.L0 returned 1 values, expected 2"),
-        (lambda: Tokens(torch.ones(1), torch.ones(1)), r"returned Tensor, expected .* named tuple"),
-        (lambda: (Hidden(torch.ones(1)), None), r"returned NoneType, expected a tensor"),
-        (lambda: (Hidden((torch.ones(1),)), Hidden(torch.ones(1))), r"returned tuple, expected"),
+        ((Tokens(ONE, None),), "returned 1 values, expected 2 values"),
+        (None, "returned None, expected 2 values"),
+        (ONE, "returned Tensor, expected 2 values"),
+        ((Tokens(ONE, None), None), "returned None, expected Carry"),
+        (((ONE, ONE), Carry(ONE, None)), "returned tuple, expected Tokens"),
+        ((Tokens(ONE, 1.0), Carry(ONE, None)), "returned float in its Tokens, expected a tensor"),
+        ((Tokens(ONE, ONE), Carry(None, ONE)), "returned None in its Carry, expected a tensor"),
     ],
 )
 @pytest.mark.parametrize("has_grad", [True, False])
 def test_a_function_that_returns_something_else_is_named(
-    returned: Callable[..., Any], message: str, has_grad: bool
+    returned: Any, message: str, has_grad: bool
 ) -> None:
-    node = NodeRun("0F.attn.L0", returned, inlets=[], outlets=[HandOff("a"), HandOff("b")])
-    with torch.set_grad_enabled(has_grad), pytest.raises(ValueError, match=message):
-        node.forward()
-    assert node.state is NodeState.IDLE
-
-
-def test_graphs_that_are_said_to_be_apart_and_are_not_are_refused() -> None:
-    weight = torch.ones(4, requires_grad=True)
-
-    def packed() -> Sequence[Bundle]:
-        tokens, probs = (weight * 3).split(2)
-        return (Tokens(tokens * 2, probs + 1),)
-
-    sent = HandOff("dispatch")
-    node = NodeRun("0F.dispatch.L0", packed, inlets=[], outlets=[sent], is_apart=True)
-    with pytest.raises(ValueError, match=r"0F\.dispatch\.L0: exchanges_apart is True, but .* one"):
+    outlets = [HandOff("tokens", Tokens), HandOff("carry", Carry)]
+    node = NodeRun("0F.attn.L0", lambda: returned, inlets=[], outlets=outlets)
+    with (
+        torch.set_grad_enabled(has_grad),
+        pytest.raises(ValueError, match=rf"^0F\.attn\.L0 {message}: see ep_overlap"),
+    ):
         node.forward()
     assert node.state is NodeState.IDLE
 

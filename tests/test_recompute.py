@@ -330,3 +330,42 @@ def test_a_recompute_that_fails_leaves_nothing_behind(ranks2: RankPool) -> None:
     for notes, left, wrong in ranks2.run(failing_in_r):
         assert "0R.attn.L1" in notes
         assert (left, wrong) == (0, [])
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refusals_of_weights_in_finish() -> list[str]:
+    inline = StreamKind.INLINE
+    case = Case(recompute=True, order="paired", layers=2, microbatches=2, ep=2, kind=inline)
+    messages: list[str] = []
+    for each in (case, replace(case, strategy=ZERO3)):
+        parts = support.build(each)
+        layer = parts.layers[0]
+        layer.finish = lambda *given, layer=layer, finish=layer.finish: layer.mlp_norm(
+            finish(*given)
+        )
+        schedule = OverlapSchedule(parts, each.config, stream_kind=inline)
+        try:
+            schedule.step(support.batches(parts, each, 0), support.loss_of(each))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_weights_in_finish_are_refused_where_it_is_a_node_of_its_own(ranks2: RankPool) -> None:
+    for messages in ranks2.run(refusals_of_weights_in_finish):
+        assert len(messages) == 2
+        for message in messages:
+            assert message.startswith("finish of layer 0 uses a parameter of shape [")
+
+
+def test_random_numbers_without_states_to_draw_them_from_are_refused() -> None:
+    class Drawing(type(support.build(Case()))):  # type: ignore[misc]
+        draws_random = True
+
+    parts = support.build(Case(layers=1))
+    parts.__class__ = Drawing
+    OverlapSchedule(parts, OverlapConfig(num_microbatches=1))
+    with pytest.raises(ValueError, match=r"Drawing, which draws random .* has no random_states"):
+        OverlapSchedule(parts, OverlapConfig(num_microbatches=1, recompute_granularity="full"))

@@ -160,6 +160,8 @@ class LayerWithoutCombine(nn.Module):
     """Says that it has experts, and has no way home for the tokens."""
 
     kind = LayerKind.MOE
+    module = None
+    collectives = None
 
     def attn(self) -> None: ...
 
@@ -169,6 +171,10 @@ class LayerWithoutCombine(nn.Module):
 
     def finish(self) -> None: ...
 
+    def dispatch_backward(self) -> None: ...
+
+    def combine_backward(self) -> None: ...
+
 
 def test_a_layer_that_lacks_a_node_is_refused_naming_both() -> None:
     parts = support.build(Case(layers=2))
@@ -177,11 +183,15 @@ def test_a_layer_that_lacks_a_node_is_refused_naming_both() -> None:
         OverlapSchedule(parts, OverlapConfig(num_microbatches=2))
 
 
+LACKING = object()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"exchanges_apart": None}, r"layer 0 \(Layer\) does not say .* property exchanges_apart"),
-        ({"exchanges_apart": "no"}, r"layer 0 \(Layer\) does not say .* property exchanges_apart"),
+        ({"combine_backward": None}, r"layer 0 \(Layer\) is moe but has no combine_backward; "),
+        ({"kind": LACKING}, r"layer 0 \(Layer\) has no kind; expected a layer in parts"),
+        ({"shared_experts": LACKING}, r"layer 0 \(Layer\) has no shared_experts; expected"),
         ({"kind": LayerKind.MOE_SHARED}, r"layer 0 \(Layer\) is moe_shared, but .* NoneType"),
     ],
 )
@@ -191,9 +201,12 @@ def test_a_layer_that_says_too_little_of_its_experts_is_refused(
     parts = support.build(Case(layers=1))
     layer = parts.layers[0]
     members = {"__getattr__": lambda self, name: getattr(layer, name)}
-    calls = dict.fromkeys(("attn", "dispatch", "mlp", "combine", "finish"), lambda self: None)
-    stated = {"kind": LayerKind.MOE, "exchanges_apart": False, "shared_experts": None}
-    made = type("Layer", (), members | calls | stated | changed)()
+    names = ("attn", "dispatch", "mlp", "combine", "finish", "collectives")
+    exchanges = ("dispatch_backward", "combine_backward")
+    calls = dict.fromkeys((*names, *exchanges), lambda self: None)
+    stated = {"kind": LayerKind.MOE, "module": None, "shared_experts": None}
+    whole = members | calls | stated
+    made = type("Layer", (), {k: v for k, v in (whole | changed).items() if v is not LACKING})()
     with pytest.raises(ValueError, match=message):
         check_parts(SimpleNamespace(layers=[made]))  # type: ignore[arg-type]
 
@@ -210,7 +223,7 @@ def test_every_member_of_the_protocol_is_looked_for() -> None:
 
 
 def test_a_kind_that_is_a_word_is_refused() -> None:
-    named = type("Layer", (), {"kind": "moe"})()
+    named = type("Layer", (), {"kind": "moe", "module": None, "collectives": None})()
     with pytest.raises(ValueError, match=r"layer 0 \(Layer\): expected a LayerKind .* got 'moe'"):
         check_parts(SimpleNamespace(layers=[named]))  # type: ignore[arg-type]
 
@@ -317,15 +330,15 @@ class Modes:
         self.seen: list[tuple[str, bool, bool, bool]] = []
         """Node, autocast, grad mode, whether the caller's hook packs what autograd saves."""
         self.num_packed = 0
-        support.tap(parts, self._probe)
+        support.tap(
+            parts,
+            lambda node, result: self._note(f"F.{node}"),
+            lambda node: self._note(f"B.{node}"),
+        )
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.num_packed += 1
         return tensor
-
-    def _probe(self, node: str, result: Any) -> None:
-        self._note(f"F.{node}")
-        support.in_backward(result, lambda: self._note(f"B.{node}"))
 
     def _note(self, node: str) -> None:
         before = self.num_packed
@@ -478,7 +491,7 @@ class _OneGroupForAll:
     """A MoE layer that declares one process group for counts and exchanges."""
 
     kind = LayerKind.MOE
-    exchanges_apart = False
+    module = None
     shared_experts = None
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -496,6 +509,10 @@ class _OneGroupForAll:
     def combine(self) -> None: ...
 
     def finish(self) -> None: ...
+
+    def dispatch_backward(self) -> None: ...
+
+    def combine_backward(self) -> None: ...
 
 
 def test_one_group_on_two_lanes_is_refused_naming_both_nodes() -> None:

@@ -70,7 +70,11 @@ class Saboteur:
         self._error: BaseException | None = None
         self._num_calls = 0
         self._loss_fn = loss_fn
-        support.tap(parts, self._at_node)
+        support.tap(
+            parts,
+            lambda node, result: self._reached(f"F.{node}"),
+            lambda node: self._reached(f"B.{node}"),
+        )
         self._watch(parts, "begin", "begin")
         root = lifecycle_of(parts.module)
         for unit in [] if root.root_unit is None else [root.root_unit, *root.inner_units]:
@@ -92,10 +96,6 @@ class Saboteur:
     @property
     def has_struck(self) -> bool:
         return self._fault is None
-
-    def _at_node(self, node: str, result: Any) -> None:
-        support.in_backward(result, lambda: self._reached(f"B.{node}"))
-        self._reached(f"F.{node}")
 
     def _watch(self, owner: Any, method: str, place: str) -> None:
         function = getattr(owner, method)

@@ -127,18 +127,15 @@ def watched_step(case: Case) -> Watched:
     modules |= {"pre": parts.embedding, "post": parts.output}
     read_sharded: list[str] = []
 
-    def probe(node: str, result: Any) -> None:
+    def probe(node: str, result: Any = None) -> None:
         # A placeholder and released storage have no bytes; exchanges read no weights.
+        if node.startswith(("dispatch", "combine")):
+            return
         weights = modules[node.rpartition(".")[2]].parameters()
         if any(weight.untyped_storage().nbytes() == 0 for weight in weights):
             read_sharded.append(node)
 
-    def probe_readers(node: str, result: Any) -> None:
-        if not node.startswith(("dispatch", "combine")):
-            probe(node, result)
-            support.in_backward(result, lambda: probe(node, None))
-
-    support.tap(parts, probe_readers)
+    support.tap(parts, probe, probe)
     trace = schedule.step(support.batches(parts, case, 0), support.loss_of(case)).trace
     assert trace is not None
     root_unit: Any = root.root_unit

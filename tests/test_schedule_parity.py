@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Concatenate
 
 import pytest
 import schedule_support as support
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ep_overlap.plan.action import LayerKind
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.order import ModelShape, OrderName
+from ep_overlap.run.exchange_node import ExchangeInput
 from ep_overlap.run.node import HandOff
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
@@ -175,18 +176,32 @@ MEGATRON_ONLY = ("probs", "shared")
 def lose(monkeypatch: pytest.MonkeyPatch, lost: str | None, field: int = 0) -> set[str]:
     """Drop the gradient of one field of microbatch 1's hand-over. Fills in the names of all."""
     seen: set[str] = set()
-    roots = HandOff.roots
 
-    def losing(self: HandOff, *arguments: Any) -> None:
-        seen.add(self.name.partition(".")[2])
-        if self.name == f"1.{lost}":
-            received = self._received[field]  # pyright: ignore[reportPrivateUsage]
-            assert received is not None
-            assert received.grad is not None
-            received.grad = None
-        roots(self, *arguments)
+    def losing[**P, R](
+        take: Callable[Concatenate[Any, P], R],
+    ) -> Callable[Concatenate[HandOff, P], R]:
+        def taking(self: HandOff, *args: P.args, **kwargs: P.kwargs) -> R:
+            seen.add(self.name.partition(".")[2])
+            if self.name == f"1.{lost}":
+                drop(self)
+            return take(self, *args, **kwargs)
 
-    monkeypatch.setattr(HandOff, "roots", losing)
+        return taking
+
+    def drop(handoff: HandOff) -> None:
+        if isinstance(handoff, ExchangeInput):
+            grads = list(handoff._grads)  # pyright: ignore[reportPrivateUsage]
+            assert grads[field] is not None
+            grads[field] = None
+            handoff.give(tuple(grads))
+            return
+        received = handoff._received[field]  # pyright: ignore[reportPrivateUsage]
+        assert received is not None
+        assert received.grad is not None
+        received.grad = None
+
+    for kind, name in ((HandOff, "roots"), (HandOff, "take_grads"), (ExchangeInput, "roots")):
+        monkeypatch.setattr(kind, name, losing(getattr(kind, name)))
     return seen
 
 
@@ -259,14 +274,10 @@ def with_sleeps() -> list[str]:
         ours, theirs = support.build(case), support.build(case)
         loss_fn, delays = support.loss_of(case), random.Random(dist.get_rank())
 
-        def pause(delays: random.Random = delays) -> None:
+        def pause(node: str, result: Any = None, delays: random.Random = delays) -> None:
             time.sleep(delays.choice((0.0, 0.0, 0.001, 0.004)))
 
-        def probe(node: str, result: Any, pause: Callable[[], None] = pause) -> None:
-            pause()
-            support.in_backward(result, pause)
-
-        support.tap(ours, probe)
+        support.tap(ours, pause, pause)
         schedule = OverlapSchedule(ours, case.config)
         inputs = support.batches(ours, case, 0)
         losses = schedule.step(inputs, loss_fn).losses

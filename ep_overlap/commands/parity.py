@@ -63,11 +63,12 @@ def _worst(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """0 only if equal bit for bit; else relative to the largest entry; inf where not finite."""
-    if torch.equal(ours, theirs) or torch.equal(_bits(ours), _bits(theirs)):  # NaN equals nothing
-        return 0.0
-    if ours.shape != theirs.shape:
+    """0 only if equal bit for bit; else relative to the largest entry; inf where not finite, or of
+    another shape or type."""
+    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return float("inf")
+    if torch.equal(_bits(ours), _bits(theirs)):  # of values, NaN equals nothing
+        return 0.0
     largest = theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)
     difference = float(((ours - theirs).abs().max() / largest).item())
     return difference if difference == difference and difference > 0 else float("inf")

@@ -102,7 +102,7 @@ def read_order(path: Path) -> str:
         ValueError: it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # as some editors write it
     except OSError as error:
         names = ", ".join(OrderName)
         raise ValueError(

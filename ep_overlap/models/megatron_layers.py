@@ -32,10 +32,10 @@ from ep_overlap.models.groups import EXCHANGE, GATHER, GATHER_COUNTS, SCATTER, i
 from ep_overlap.models.megatron_ends import router_collectives
 from ep_overlap.models.megatron_globals import INSTALL_HINT
 from ep_overlap.plan.action import LayerKind, Node
-from ep_overlap.run.layer import Carry, Collective, Tokens
+from ep_overlap.run.layer import Carry, Collective, TokenGrads, Tokens
 
 try:
-    from megatron.core.tensor_parallel import CheckpointWithoutOutput
+    from megatron.core.tensor_parallel import CheckpointWithoutOutput, all_to_all
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -165,11 +165,6 @@ class MegatronMoELayer:
         return self._shared_experts
 
     @property
-    def exchanges_apart(self) -> bool:
-        """The dispatcher's two exchanges are autograd functions of their own."""
-        return True
-
-    @property
     def module(self) -> nn.Module:
         """See ``Halves``."""
         return self._halves.module
@@ -206,13 +201,18 @@ class MegatronMoELayer:
                     again.discard_output_and_register_recompute(made)
         return Tokens(tokens, token_probs), Carry(hidden, shared)
 
-    # With one rank, megatron-core's exchange sends nothing and its autograd function returns its
-    # input; torch makes that a view with a place in the graph, which a segment's output needs.
-
     def dispatch(self, state: GPTState, tokens: Tokens) -> Tokens:
         """Send tokens, and their weights, to the ranks of their experts."""
         assert tokens.probs is not None, "attn made them"
         return Tokens(*self._moe(state).dispatch(tokens.tokens, tokens.probs))
+
+    def dispatch_backward(self, state: GPTState, grads: TokenGrads) -> TokenGrads:
+        """Bring their gradients home, the tokens' first."""
+        dispatcher = self._dispatcher(state)
+        how = dispatcher.input_splits, dispatcher.output_splits, dispatcher.use_nccl_stream
+        return TokenGrads(
+            *(None if grad is None else all_to_all(self._exchange, grad, *how) for grad in grads)
+        )
 
     def mlp(self, state: GPTState, tokens: Tokens) -> Tensor:
         """Sort by expert, run the experts, unsort."""
@@ -227,6 +227,12 @@ class MegatronMoELayer:
         """Send the results back where their tokens came from."""
         return self._moe(state).combine(tokens)
 
+    def combine_backward(self, state: GPTState, grad: Tensor) -> Tensor:
+        """Send their gradients to the experts."""
+        dispatcher = self._dispatcher(state)
+        how = dispatcher.output_splits, dispatcher.input_splits, dispatcher.use_nccl_stream
+        return all_to_all(self._exchange, grad, *how)
+
     def finish(self, state: GPTState, combined: Tensor, carry: Carry) -> Tensor:
         """Unpermute, add the shared experts' output and the residual."""
         layer = self._rest
@@ -234,6 +240,9 @@ class MegatronMoELayer:
         add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
         with layer.bias_dropout_add_exec_handler():
             return add((output, None), carry.residual, layer.hidden_dropout)
+
+    def _dispatcher(self, state: GPTState) -> MoEAlltoAllTokenDispatcher:
+        return cast(MoEAlltoAllTokenDispatcher, self._moe(state).token_dispatcher)
 
     def _moe(self, state: GPTState) -> MoELayer:
         moe = state.moe[self._index]

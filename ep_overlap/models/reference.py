@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ep_overlap.models.exchange import all_to_all, gather_counts, reorder
 from ep_overlap.models.groups import EXCHANGE, GATHER_COUNTS, ExpertGroups, issued
 from ep_overlap.plan.action import LayerKind, Node
-from ep_overlap.run.layer import Carry, Collective, Tokens
+from ep_overlap.run.layer import Carry, Collective, TokenGrads, Tokens
 from fsdp_hooks.wgrad import ManagedLayer
 from fsdp_hooks.wgrad_layers import LayerTypes
 
@@ -246,6 +246,12 @@ class MoELayer(nn.Module):
         routing, group = self._routing_of(state), self.groups.exchange
         return Tokens(all_to_all(tokens.tokens, routing.sent, routing.received, group), None)
 
+    def dispatch_backward(self, state: MicrobatchState, grads: TokenGrads) -> TokenGrads:
+        """Bring their gradients home."""
+        assert grads.tokens is not None, "tokens alone are exchanged"
+        routing, group = self._routing_of(state), self.groups.exchange
+        return TokenGrads(all_to_all(grads.tokens, routing.received, routing.sent, group), None)
+
     def mlp(self, state: MicrobatchState, tokens: Tokens) -> Tensor:
         """Run each expert on its tokens."""
         routing = self._routing_of(state)
@@ -262,6 +268,11 @@ class MoELayer(nn.Module):
         """Send the results back where their tokens came from."""
         routing = self._routing_of(state)
         return all_to_all(tokens, routing.received, routing.sent, self.groups.exchange)
+
+    def combine_backward(self, state: MicrobatchState, grad: Tensor) -> Tensor:
+        """Send their gradients to the experts."""
+        routing = self._routing_of(state)
+        return all_to_all(grad, routing.sent, routing.received, self.groups.exchange)
 
     def finish(self, state: MicrobatchState, combined: Tensor, carry: Carry) -> Tensor:
         """Sum the results of each token's experts, and add the residual."""
@@ -286,11 +297,6 @@ class MoELayer(nn.Module):
     @property
     def shared_experts(self) -> None:
         """None."""
-
-    @property
-    def exchanges_apart(self) -> bool:
-        """Tokens alone are exchanged."""
-        return False
 
     @property
     def module(self) -> nn.Module:

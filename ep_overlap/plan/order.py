@@ -306,17 +306,21 @@ def _paired(writer: _Writer, num_microbatches: int) -> list[Compute]:
         layers = writer.steady(backward=backward, forward=forward)
         # Nothing of a post is exchanged, so where a pair ends, the exchange lane would be idle
         # under both of them. The previous forward's is needed only where this pair ends: it waits
-        # until the first dispatch has its attn. The next backward's comes there, under the last
-        # combine.F.
-        first_attn = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, 0)) + 1
+        # until the second attn is through, and the first may be dense. The next backward's comes
+        # there, under the last combine.F. Its exchange may start right behind it, but is issued
+        # behind the W nodes: its memory is not taken before they have let go of theirs.
+        second = min(1, writer.shape.num_layers - 1)
+        second_attn = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, second)) + 1
         last_attn = layers.index(Compute(backward, Phase.BACKWARD, Node.ATTN, 0))
+        post, *first_exchange = writer.begin_backward(backward + 1)
         order += [
             _pre(forward, Phase.FORWARD),
-            *layers[:first_attn],
+            *layers[:second_attn],
             _post(forward - 1, Phase.FORWARD),
-            *layers[first_attn:last_attn],
-            *writer.begin_backward(backward + 1),
+            *layers[second_attn:last_attn],
+            post,
             *layers[last_attn:],
+            *first_exchange,
         ]
     return order + _two_backwards(writer, num_microbatches - 2)
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ep_overlap.config import OverlapConfig
 from ep_overlap.plan.action import LayerKind, Node
 from ep_overlap.plan.order import OrderName
-from ep_overlap.run.layer import Carry, Collective, Tokens
+from ep_overlap.run.layer import Carry, Collective, TokenGrads, Tokens
 from ep_overlap.schedule import OverlapSchedule
 from fsdp_hooks.streams import StreamKind
 from fsdp_hooks.wgrad_layers import LayerTypes
@@ -178,10 +178,6 @@ class _Layer(nn.Module):
         return None
 
     @property
-    def exchanges_apart(self) -> bool:
-        return True
-
-    @property
     def module(self) -> nn.Module:
         return self
 
@@ -195,12 +191,18 @@ class _Layer(nn.Module):
         assert tokens.probs is not None, "attn made them"
         return Tokens(-tokens.tokens, -tokens.probs)
 
+    def dispatch_backward(self, state: None, grads: TokenGrads) -> TokenGrads:
+        return TokenGrads(*(None if grad is None else -grad for grad in grads))
+
     def mlp(self, state: None, tokens: Tokens) -> Tensor:
         assert tokens.probs is not None, "dispatch brought them"
         return tokens.tokens * tokens.probs
 
     def combine(self, state: None, tokens: Tensor) -> Tensor:
         return -tokens
+
+    def combine_backward(self, state: None, grad: Tensor) -> Tensor:
+        return -grad
 
     def finish(self, state: None, combined: Tensor, carry: Carry) -> Tensor:
         return combined + carry.residual

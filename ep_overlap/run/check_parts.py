@@ -1,5 +1,6 @@
 """What a model's parts must be for a schedule to run them; refused before anything runs."""
 
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from torch.distributed import ProcessGroup
@@ -24,6 +25,9 @@ MODEL_MEMBERS: Final = (
 )
 """Of ``ModelParts``."""
 
+LAYER_MEMBERS: Final = ("kind", "module", "collectives")
+"""Of ``LayerParts``."""
+
 
 def check_model(parts: ModelParts[Any, Any]) -> None:
     """Whether a model has what a schedule asks of it.
@@ -43,13 +47,14 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
     """The kind of each layer.
 
     Raises:
-        ValueError: a layer lacks one of its kind's nodes, or what else its kind needs; or nodes of
+        ValueError: a layer lacks something, or one of its kind's nodes; or nodes of
             two lanes use one process group: two lanes have no order between them, so ranks could
             issue in different orders (and one gloo group used from two threads mixes their data).
     """
     kinds: list[LayerKind] = []
     users: list[tuple[ProcessGroup, Compute]] = []
     for index, layer in enumerate(parts.layers):
+        _require(index, layer, LAYER_MEMBERS)
         if not isinstance(cast(object, layer.kind), LayerKind):
             raise ValueError(
                 f"layer {index} ({type(layer).__name__}): expected a LayerKind as its kind, got "
@@ -57,7 +62,7 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
             )
         needed = [str(node) for node in NODES_OF[layer.kind]]
         if layer.kind.has_experts:
-            needed.append("finish")
+            needed += ["finish", "dispatch_backward", "combine_backward"]
         missing = [name for name in needed if not callable(_member(layer, name))]
         if missing:
             raise ValueError(
@@ -66,6 +71,7 @@ def check_parts(parts: ModelParts[Any, Any]) -> tuple[LayerKind, ...]:
                 "missing, or let its kind be another"
             )
         if layer.kind.has_experts:
+            _require(index, layer, ("shared_experts",))
             _check_experts(index, cast(MoELayerParts[Any], layer))
         kinds.append(layer.kind)
         for node in NODES_OF[layer.kind]:
@@ -107,14 +113,31 @@ def check_replayed(
             raise ValueError(f"cuda_graphs with {found}; leave cuda_graphs out, or change that")
 
 
+def check_recomputed(parts: ModelParts[Any, Any]) -> None:
+    """Whether layers can be run again, with the same result.
+
+    Raises:
+        ValueError: they draw random numbers, and nobody knows from where.
+    """
+    if parts.draws_random and parts.random_states is None:
+        raise ValueError(
+            f"recompute_granularity='full' with {type(parts).__name__}, which draws random numbers "
+            "(draws_random) but has no random_states to draw them again from; expected a "
+            "RandomStates, or recompute_granularity=None"
+        )
+
+
+def _require(index: int, layer: object, members: Sequence[str]) -> None:
+    present = dir(layer)
+    if missing := [name for name in members if name not in present]:
+        raise ValueError(
+            f"layer {index} ({type(layer).__name__}) has no {', '.join(missing)}; expected a "
+            "layer in parts: ep_overlap.run.layer.MoELayerParts or DenseLayerParts"
+        )
+
+
 def _check_experts(index: int, layer: MoELayerParts[Any]) -> None:
     name = f"layer {index} ({type(layer).__name__})"
-    declared = _member(layer, "exchanges_apart")
-    if declared is None or not isinstance(cast(object, layer.exchanges_apart), bool):
-        raise ValueError(
-            f"{name} does not say whether dispatch exchanges tokens and probs apart; expected a "
-            "property exchanges_apart, True or False. False is always right"
-        )
     has_shared = layer.shared_experts is not None
     if has_shared != (layer.kind is LayerKind.MOE_SHARED):
         raise ValueError(

@@ -32,6 +32,15 @@ class Tokens(NamedTuple):
     """``[T]``: the router's weight of each token, where the experts' side applies it."""
 
 
+class TokenGrads(NamedTuple):
+    """The gradients of ``Tokens``; None where none came."""
+
+    tokens: Tensor | None
+    """``[T, H]``"""
+    probs: Tensor | None
+    """``[T]``"""
+
+
 class Carry(NamedTuple):
     """What attn hands past the exchange, to ``finish``."""
 
@@ -106,19 +115,18 @@ class MoELayerParts[StateT](LayerParts, Protocol):
         """What every token visits, as part of ``attn``; None unless the kind is ``MOE_SHARED``."""
         ...
 
-    @property
-    def exchanges_apart(self) -> bool:
-        """Whether ``dispatch`` exchanges tokens and probs by graphs that share nothing. Then the
-        backward of the tokens is launched first, by itself (see ``node.py``). The first forward
-        refuses graphs that do share something."""
-        ...
-
     def attn(self, state: StateT, hidden: Tensor) -> tuple[Tokens, Carry]:
         """Attention, norm, router, gather of token counts, permute. ``hidden``: ``[S, B, H]``."""
         ...
 
+    # No graph is made of an exchange: its backward is a method, too (see ``exchange_node.py``).
+
     def dispatch(self, state: StateT, tokens: Tokens) -> Tokens:
         """The exchange that brings tokens to their experts, and nothing else."""
+        ...
+
+    def dispatch_backward(self, state: StateT, grads: TokenGrads) -> TokenGrads:
+        """Its reverse: brings the gradients home. The tokens' are better sent first."""
         ...
 
     def mlp(self, state: StateT, tokens: Tokens) -> Tensor:
@@ -129,8 +137,12 @@ class MoELayerParts[StateT](LayerParts, Protocol):
         """The exchange that brings tokens home, and nothing else. Returns ``[T, H]``."""
         ...
 
+    def combine_backward(self, state: StateT, grad: Tensor) -> Tensor:
+        """Its reverse: brings the gradient to the experts. Returns ``[T, H]``."""
+        ...
+
     def finish(self, state: StateT, combined: Tensor, carry: Carry) -> Tensor:
-        """Unpermute, shared experts' sum, residual. Returns ``[S, B, H]``."""
+        """Unpermute, shared experts' sum, residual; no weights. Returns ``[S, B, H]``."""
         ...
 
 
@@ -206,7 +218,8 @@ class ModelParts[BatchT, StateT](Protocol):
         ...
 
     def begin(self, batch: BatchT) -> StateT:
-        """State of one microbatch in flight: inputs, and what routing keeps between nodes.
+        """State of one microbatch in flight: inputs, and what routing keeps between nodes. What
+        carries a gradient goes by hand-off, never by the state.
 
         Several are alive at once; nothing that a microbatch changes may be shared between two.
         """

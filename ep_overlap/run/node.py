@@ -19,9 +19,7 @@ somebody's graph has saved it::
 So of what is exchanged, and sorted again where it arrives, nothing waits for the backward.
 Megatron-LM resizes the storage of such inputs to zero, in the nodes of which it knows.
 
-Where the graphs of what was sent are apart, as those of dispatched tokens and of their probs may
-be, each has a backward of its own, in the order of sending. Autograd takes the latest first: the
-small exchange of probs, and behind it the tokens' begins too late to find free multiprocessors.
+An exchange is a node without a graph (``exchange.py``).
 
 Roots and gradients only: activation checkpointing refuses ``backward(inputs=...)``. The boundary
 is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ours.
@@ -35,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.autograd.graph import Node as AutogradNode
 
 from fsdp_hooks.wgrad import storage_id
 
@@ -72,12 +69,14 @@ class HandOff:
 
     Args:
         name: microbatch and maker, such as ``1.attn.L0``; by it a test loses one gradient.
+        bundle_type: of the value. Its first member is always there.
     """
 
-    __slots__ = ("_received", "_roots", "_sent", "has_large", "name")
+    __slots__ = ("_received", "_roots", "_sent", "bundle_type", "has_large", "name")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, bundle_type: type[Bundle] = Hidden) -> None:
         self.name = name
+        self.bundle_type = bundle_type
         self._sent: Bundle = ()
         self._received: Bundle = ()
         self._roots: Sequence[Root | None] = ()
@@ -124,18 +123,20 @@ class HandOff:
         for index, (sent, leaf) in enumerate(zip(self._sent, self._received)):  # noqa: B905
             if sent is not None and leaf is not None and sent.nbytes >= MIN_BYTES:
                 storage = sent.untyped_storage()
-                if _num_references(storage) == _OWN_REFERENCES:
+                if num_references(storage) == _OWN_REFERENCES:
                     del storage
-                    self._let_go_of(index, sent, leaf)
+                    self._keep_edge(index, sent)
+                    leaf.data = sent.new_empty(1).expand(sent.shape)
 
-    def _let_go_of(self, index: int, sent: Tensor, leaf: Tensor) -> None:
+    def _keep_edge(self, index: int, sent: Tensor) -> None:
+        """Of what was sent, keep only where its gradient enters: an exchange's result has no graph
+        (and a leaf's edge would hold it)."""
         roots = list(self._roots)
-        roots[index] = get_gradient_edge(sent) if sent.requires_grad else None
+        roots[index] = None if sent.grad_fn is None else get_gradient_edge(sent)
         self._roots = roots
         kept = list(self._sent)
         kept[index] = None
         self._sent = tuple(kept)
-        leaf.data = sent.new_empty(1).expand(sent.shape)
 
     @property
     def held(self) -> Bundle:
@@ -159,12 +160,25 @@ class HandOff:
         # ``clear``, without the call, as this runs for every hand-off.
         self._sent = self._received = self._roots = ()
 
+    def take_grads(self) -> Bundle:
+        """The gradients that came back, None where none did, and let go of the value."""
+        grads: list[Tensor | None] = []
+        for leaf in self._received:
+            if leaf is None:
+                grads.append(None)
+            else:
+                grads.append(leaf.grad)
+                leaf.grad = None
+        self.clear()
+        return tuple(grads)
+
     def clear(self) -> None:
         """Hold nothing."""
         self._sent = self._received = self._roots = ()
 
 
-def _num_references(storage: torch.UntypedStorage) -> int:
+def num_references(storage: torch.UntypedStorage) -> int:
+    """How many there are, those of views and of the caller included."""
     return int(torch._C._storage_Use_Count(storage._cdata))  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
 
 
@@ -202,6 +216,8 @@ class LossEnd:
 
     __slots__ = ("_loss",)
 
+    bundle_type: Final = Hidden
+
     def __init__(self) -> None:
         self._loss: Tensor | None = None
 
@@ -234,7 +250,6 @@ _ALL_LEAVES_ONCE: Final = (
 )
 
 
-@final
 class NodeRun:
     """A node of one microbatch in flight; built once, run every step.
 
@@ -244,13 +259,11 @@ class NodeRun:
         inlets: what it receives.
         outlets: what it sends.
         keeps_graph: False for the first forward of what is recomputed.
-        is_apart: whether the graphs of what it sends share nothing.
     """
 
     __slots__ = (
         "_function",
         "_inlets",
-        "_is_apart",
         "_is_checked",
         "_keeps_graph",
         "_outlets",
@@ -274,14 +287,12 @@ class NodeRun:
         inlets: Sequence[HandOff],
         outlets: Sequence[Outlet],
         keeps_graph: bool = True,
-        is_apart: bool = False,
     ) -> None:
         self.name = name
         self._function = function
         self._inlets = tuple(inlets)
         self._outlets = tuple(outlets)
         self._keeps_graph = keeps_graph
-        self._is_apart = is_apart
         self._is_checked = False
         self._state = NodeState.IDLE
         self._read: Sequence[object] = ()
@@ -308,9 +319,8 @@ class NodeRun:
 
         Raises:
             RuntimeError: the last forward's backward has not run.
-            ValueError: the function returned something else than bundles for its outlets, or
-                graphs that should be apart share something. Looked for in the first forward: a
-                model's parts are alike in every step.
+            ValueError: the function returned something else than bundles for its outlets. Looked
+                for in the first forward: a model's parts are alike in every step.
         """
         if self._state is not NodeState.IDLE:
             raise self._out_of_order("forward", NodeState.IDLE)
@@ -358,10 +368,7 @@ class NodeRun:
             self.borrowed = frozenset(map(storage_id, (*grads, *held)))
             # Nobody has waited for the forward yet: what it read lives as long as what this reads.
             self._used = (*grads, *held) if self._reads else grads
-        if self._is_apart:
-            for root, grad in zip(roots, grads):  # noqa: B905 (made pairwise above)
-                _RUN_ENGINE((root,), (grad,), *_ALL_LEAVES_ONCE)
-        elif roots:
+        if roots:
             # ``torch.autograd.backward(roots, grads)`` without its checks of shapes. They cost as
             # much as the engine's own work on a small node, and compare each gradient with the
             # tensor whose leaf it was left on. ``ScheduleNode`` calls the engine in the same way.
@@ -371,37 +378,17 @@ class NodeRun:
             hook()
 
     def _check(self, sent: Sequence[Bundle]) -> None:
-        if len(sent) != len(self._outlets):
+        is_sequence = isinstance(cast(object, sent), Sequence)
+        if not is_sequence or len(sent) != len(self._outlets):
+            got = f"{len(sent)} values" if is_sequence else _name_of(sent)
             raise ValueError(
-                f"{self.name} returned {len(sent)} values, expected {len(self._outlets)}: see "
+                f"{self.name} returned {got}, expected {len(self._outlets)} values: see "
                 "ep_overlap.run.layer"
             )
-        for wrong in filter(None, map(_wrong_type, sent)):
-            raise ValueError(
-                f"{self.name} returned {wrong.__name__}, expected a tensor, or a named tuple of "
-                "tensors: see ep_overlap.run.layer"
-            )
-        if self._is_apart and self._keeps_graph:
-            if not torch.is_grad_enabled():
-                return
-            self._check_apart(sent)
+        for bundle, outlet in zip(sent, self._outlets, strict=True):
+            if (wrong := _wrong_bundle(bundle, outlet.bundle_type)) is not None:
+                raise ValueError(f"{self.name} returned {wrong}: see ep_overlap.run.layer")
         self._is_checked = True
-
-    def _check_apart(self, sent: Sequence[Bundle]) -> None:
-        seen: set[AutogradNode] = set()
-        for tensor in (tensor for bundle in sent for tensor in bundle if tensor is not None):
-            own: set[AutogradNode] = set()
-            reached = [tensor.grad_fn]
-            while reached:
-                if (node := reached.pop()) is not None and node not in own:
-                    own.add(node)
-                    reached += [before for before, _ in node.next_functions]
-            if own & seen:
-                raise ValueError(
-                    f"{self.name}: exchanges_apart is True, but tokens and probs come of one "
-                    "graph, and what they share would run twice; let exchanges_apart be False"
-                )
-            seen |= own
 
     def drop_read(self) -> None:
         """Let go of what the forward read: the lane that made it now waits for this node."""
@@ -429,13 +416,18 @@ class NodeRun:
         )
 
 
-def _wrong_type(bundle: object) -> type | None:
-    """Of what a model returned, whatever its annotations say: what is no tensor, nor absent."""
-    if not isinstance(bundle, tuple):
-        return type(bundle)
-    members = cast(tuple[object, ...], bundle)
-    wrong = (each for each in members if each is not None and not isinstance(each, Tensor))
-    return next(map(type, wrong), None)
+def _wrong_bundle(bundle: object, expected: type[Bundle]) -> str | None:
+    """What is wrong with what a model returned, whatever its annotations say."""
+    if not isinstance(bundle, expected):
+        return f"{_name_of(bundle)}, expected {expected.__name__}"
+    for index, member in enumerate(bundle):
+        if not isinstance(cast(object, member), Tensor) and (index == 0 or member is not None):
+            return f"{_name_of(member)} in its {expected.__name__}, expected a tensor"
+    return None
+
+
+def _name_of(value: object) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def forget_failed_backward() -> None:

@@ -16,11 +16,10 @@ afterwards, so that F nodes of other microbatches draw as without recompute. As
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Self, cast, final
+from typing import Any, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep_overlap.plan.action import Compute, Node, Phase
 from ep_overlap.run.layer import (
@@ -33,7 +32,7 @@ from ep_overlap.run.layer import (
 )
 from ep_overlap.run.node import Bundle, HandOff, Hidden, LayerInput, LossEnd, NodeRun
 from ep_overlap.run.slot import MicrobatchSlot
-from ep_overlap.run.wiring import NodeKey, hidden_of
+from ep_overlap.run.wiring import MoEHandOffs, NodeKey, hidden_of, wire_exchanges
 
 
 def wire_recomputed(
@@ -43,6 +42,29 @@ def wire_recomputed(
     those of R and B."""
     wiring = _Wiring(slot, parts)
     return wiring.first, wiring.again
+
+
+def _refuse_weights(output: Tensor, name: str) -> None:
+    """Of R's finish, a node of its own, whose weights nobody would gather or reduce for.
+
+    Raises:
+        ValueError: the graph that made ``output`` ends in a parameter.
+    """
+    seen: set[object] = set()
+    reached = [output.grad_fn]
+    while reached:
+        if (node := reached.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        is_leaf = node.name() == "torch::autograd::AccumulateGrad"
+        weight = cast(Any, node).variable if is_leaf else None
+        if isinstance(weight, nn.Parameter):
+            raise ValueError(
+                f"{name} uses a parameter of shape {list(weight.shape)}; expected sums and "
+                "permutations alone (see ep_overlap.run.layer) where layers are recomputed. Let "
+                "mlp use it, or leave recompute_granularity out"
+            )
+        reached += [before for before, _ in node.next_functions]
 
 
 @final
@@ -69,22 +91,6 @@ class _Draws:
             return function(*args, **kwargs)
         finally:
             self._states.set(stand)
-
-
-class _LayerHandOffs(NamedTuple):
-    """Between the nodes of one MoE layer, in F or in R."""
-
-    routed: HandOff
-    carried: HandOff
-    dispatched: HandOff
-    expert_output: HandOff
-    combined: HandOff
-
-    @classmethod
-    def new(cls, microbatch: int, layer: int) -> Self:
-        """All of them, empty, by the names of ``wiring.py``."""
-        names = ("attn", "carry", "dispatch", "mlp", "combine")
-        return cls(*(HandOff(f"{microbatch}.{name}.L{layer}") for name in names))
 
 
 @final
@@ -124,24 +130,16 @@ class _Wiring:
         outlets: Sequence[HandOff | LossEnd],
         *,
         keeps_graph: bool = True,
-        is_apart: bool = False,
     ) -> NodeRun:
         word = str(Compute(self._slot.index, phase, node, layer))
-        run = NodeRun(
-            word,
-            function,
-            inlets=inlets,
-            outlets=outlets,
-            keeps_graph=keeps_graph,
-            is_apart=is_apart,
-        )
+        run = NodeRun(word, function, inlets=inlets, outlets=outlets, keeps_graph=keeps_graph)
         nodes = self.first if phase is Phase.FORWARD else self.again
         nodes[self._slot.index, node, layer] = run
         return run
 
     def _pre(self) -> None:
         slot, parts = self._slot, self._parts
-        self._weights = self._handoff("weights")
+        self._weights = HandOff(f"{slot.index}.weights", tuple)
 
         def pre() -> Sequence[Bundle]:
             hidden = parts.pre(slot.state)
@@ -219,37 +217,36 @@ class _Wiring:
         def attn(hidden: Tensor) -> Sequence[Bundle]:
             return layer.attn(slot.state, hidden)
 
-        def dispatch(tokens: Tokens) -> Sequence[Bundle]:
-            return (layer.dispatch(slot.state, tokens),)
-
         def mlp(tokens: Tokens) -> Sequence[Bundle]:
             return (Hidden(of_mlp.first(layer.mlp, slot.state, tokens)),)
 
         def mlp_again(tokens: Tokens) -> Sequence[Bundle]:
             return (Hidden(of_mlp.again(layer.mlp, slot.state, tokens)),)
 
-        def combine(tokens: Hidden) -> Sequence[Bundle]:
-            return (Hidden(layer.combine(slot.state, tokens.hidden)),)
-
         def finish(tokens: Hidden, carry: Carry) -> Tensor:
             return of_finish.first(layer.finish, slot.state, tokens.hidden, carry)
 
-        def finish_again(tokens: Hidden, carry: Carry) -> Sequence[Bundle]:
-            return (Hidden(of_finish.again(layer.finish, slot.state, tokens.hidden, carry)),)
+        is_checked = False
 
-        sent, again = (_LayerHandOffs.new(slot.index, index) for _ in range(2))
+        def finish_again(tokens: Hidden, carry: Carry) -> Sequence[Bundle]:
+            nonlocal is_checked
+            output = of_finish.again(layer.finish, slot.state, tokens.hidden, carry)
+            if not is_checked:
+                _refuse_weights(output, f"finish of layer {index}")
+                is_checked = True
+            return (Hidden(output),)
+
+        sent, again = (MoEHandOffs.new(slot.index, index) for _ in range(2))
         self._attn(index, attn, [sent.routed, sent.carried], [again.routed, again.carried])
         for phase, handoffs, of_experts in (
             (Phase.FORWARD, sent, mlp),
             (Phase.RECOMPUTE, again, mlp_again),
         ):
-            add = partial(self._add, phase, keeps_graph=phase is Phase.RECOMPUTE)
-            routed, dispatched = [handoffs.routed], [handoffs.dispatched]
-            expert_output, combined = [handoffs.expert_output], [handoffs.combined]
-            is_apart = layer.exchanges_apart  # of R's; no backward goes through F's
-            add(Node.DISPATCH, index, dispatch, routed, dispatched, is_apart=is_apart)
-            add(Node.MLP, index, of_experts, dispatched, expert_output)
-            add(Node.COMBINE, index, combine, expert_output, combined)
+            keeps_graph = phase is Phase.RECOMPUTE
+            inlets, outlets = [handoffs.dispatched], [handoffs.expert_output]
+            self._add(phase, Node.MLP, index, of_experts, inlets, outlets, keeps_graph=keeps_graph)
+            nodes = self.first if phase is Phase.FORWARD else self.again
+            nodes |= wire_exchanges(slot, layer, index, handoffs, phase, keeps_graph=keeps_graph)
         inlets = [again.combined, again.carried]
         self._add(Phase.RECOMPUTE, Node.FINISH, index, finish_again, inlets, [self._input])
         self._below, self._finish = [sent.combined, sent.carried], finish

@@ -10,12 +10,20 @@ and post share go from pre to post as values.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast, final
+from typing import Any, NamedTuple, Self, cast, final
 
 from torch import Tensor
 
 from ep_overlap.plan.action import WGRADS_OF, Compute, Node, Phase
-from ep_overlap.run.layer import Carry, DenseLayerParts, ModelParts, MoELayerParts, Tokens
+from ep_overlap.run.exchange_node import ExchangeInput, ExchangeRun
+from ep_overlap.run.layer import (
+    Carry,
+    DenseLayerParts,
+    ModelParts,
+    MoELayerParts,
+    TokenGrads,
+    Tokens,
+)
 from ep_overlap.run.node import Bundle, HandOff, Hidden, LossEnd, NodeRun
 from ep_overlap.run.slot import MicrobatchSlot
 from ep_overlap.run.wgrad import WgradRun
@@ -61,6 +69,72 @@ def wire_wgrad(
     return wgrads
 
 
+class MoEHandOffs(NamedTuple):
+    """Between the nodes of one MoE layer."""
+
+    routed: ExchangeInput
+    carried: HandOff
+    dispatched: HandOff
+    expert_output: ExchangeInput
+    combined: HandOff
+
+    @classmethod
+    def new(cls, microbatch: int, layer: int) -> Self:
+        """All of them, empty, by the names of their makers."""
+        attn, carry, dispatch, mlp, combine = (
+            f"{microbatch}.{name}.L{layer}"
+            for name in ("attn", "carry", "dispatch", "mlp", "combine")
+        )
+        return cls(
+            ExchangeInput(attn, Tokens),
+            HandOff(carry, Carry),
+            HandOff(dispatch, Tokens),
+            ExchangeInput(mlp),
+            HandOff(combine),
+        )
+
+
+def wire_exchanges(
+    slot: MicrobatchSlot,
+    layer: MoELayerParts[Any],
+    index: int,
+    handoffs: MoEHandOffs,
+    phase: Phase,
+    *,
+    keeps_graph: bool = True,
+) -> dict[NodeKey, NodeRun]:
+    """Dispatch and combine of one layer: of F, or where it is recomputed also of R."""
+
+    def dispatch(tokens: Tokens) -> Sequence[Bundle]:
+        return (layer.dispatch(slot.state, tokens),)
+
+    def dispatch_backward(grads: Bundle) -> Bundle:
+        return layer.dispatch_backward(slot.state, TokenGrads(*grads))
+
+    def combine(tokens: Hidden) -> Sequence[Bundle]:
+        return (Hidden(layer.combine(slot.state, tokens.hidden)),)
+
+    def combine_backward(grads: Bundle) -> Bundle:
+        (grad,) = grads
+        assert grad is not None, "a backward is asked for where a gradient came"
+        return (layer.combine_backward(slot.state, grad),)
+
+    nodes: dict[NodeKey, NodeRun] = {}
+    for node, exchange, reverse, inlet, outlet in (
+        (Node.DISPATCH, dispatch, dispatch_backward, handoffs.routed, handoffs.dispatched),
+        (Node.COMBINE, combine, combine_backward, handoffs.expert_output, handoffs.combined),
+    ):
+        nodes[slot.index, node, index] = ExchangeRun(
+            str(Compute(slot.index, phase, node, index)),
+            exchange,
+            reverse,
+            inlet=inlet,
+            outlet=outlet,
+            keeps_graph=keeps_graph,
+        )
+    return nodes
+
+
 @final
 class _Wiring:
     """Walks the model from pre to post, each node's outlets being the next one's inlets."""
@@ -68,7 +142,7 @@ class _Wiring:
     def __init__(self, slot: MicrobatchSlot, parts: ModelParts[Any, Any]) -> None:
         self._slot = slot
         self.nodes: dict[NodeKey, NodeRun] = {}
-        first, weights = self._handoff("pre"), self._handoff("weights")
+        first, weights = self._handoff("pre"), self._handoff("weights", tuple)
 
         def pre() -> Sequence[Bundle]:
             return (Hidden(parts.pre(slot.state)), tuple(parts.shared_weights))
@@ -94,8 +168,8 @@ class _Wiring:
 
         self._add(Node.POST, None, post, [weights, *inlets], [LossEnd()])
 
-    def _handoff(self, name: str) -> HandOff:
-        return HandOff(f"{self._slot.index}.{name}")
+    def _handoff(self, name: str, bundle_type: type[Bundle] = Hidden) -> HandOff:
+        return HandOff(f"{self._slot.index}.{name}", bundle_type)
 
     def _add(
         self,
@@ -104,12 +178,10 @@ class _Wiring:
         function: Callable[..., Sequence[Bundle]],
         inlets: Sequence[HandOff],
         outlets: Sequence[HandOff | LossEnd],
-        *,
-        is_apart: bool = False,
     ) -> None:
         word = str(Compute(self._slot.index, Phase.FORWARD, node, layer))
         self.nodes[self._slot.index, node, layer] = NodeRun(
-            word, function, inlets=inlets, outlets=outlets, is_apart=is_apart
+            word, function, inlets=inlets, outlets=outlets
         )
 
     def _dense_layer(
@@ -140,32 +212,21 @@ class _Wiring:
         finish: Callable[..., Tensor],
     ) -> tuple[list[HandOff], Callable[..., Tensor]]:
         slot = self._slot
-        routed, carried = self._handoff(f"attn.L{index}"), self._handoff(f"carry.L{index}")
-        dispatched = self._handoff(f"dispatch.L{index}")
-        expert_output = self._handoff(f"mlp.L{index}")
-        combined = self._handoff(f"combine.L{index}")
+        handoffs = MoEHandOffs.new(slot.index, index)
 
         def attn(*previous: Bundle) -> Sequence[Bundle]:
             return layer.attn(slot.state, finish(*previous))
 
-        def dispatch(tokens: Tokens) -> Sequence[Bundle]:
-            return (layer.dispatch(slot.state, tokens),)
-
         def mlp(tokens: Tokens) -> Sequence[Bundle]:
             return (Hidden(layer.mlp(slot.state, tokens)),)
-
-        def combine(tokens: Hidden) -> Sequence[Bundle]:
-            return (Hidden(layer.combine(slot.state, tokens.hidden)),)
 
         def finish_this(tokens: Hidden, carry: Carry) -> Tensor:
             return layer.finish(slot.state, tokens.hidden, carry)
 
-        self._add(Node.ATTN, index, attn, inlets, [routed, carried])
-        is_apart = layer.exchanges_apart
-        self._add(Node.DISPATCH, index, dispatch, [routed], [dispatched], is_apart=is_apart)
-        self._add(Node.MLP, index, mlp, [dispatched], [expert_output])
-        self._add(Node.COMBINE, index, combine, [expert_output], [combined])
-        return [combined, carried], finish_this
+        self._add(Node.ATTN, index, attn, inlets, [handoffs.routed, handoffs.carried])
+        self._add(Node.MLP, index, mlp, [handoffs.dispatched], [handoffs.expert_output])
+        self.nodes |= wire_exchanges(slot, layer, index, handoffs, Phase.FORWARD)
+        return [handoffs.combined, handoffs.carried], finish_this
 
 
 def hidden_of(hidden: Hidden) -> Tensor:
