@@ -57,14 +57,14 @@ def test_paired_interleaves_the_first_two_forwards_and_the_last_two_backwards() 
 def test_paired_ends_a_forward_late_and_begins_a_backward_early() -> None:
     order = words(combined_1f1b(shape("mm"), 4, paired=True))
     assert " 0F.post 0B.post 0B.combine.L1 2F.pre 2F.attn.L0 0B.mlp.L1 " in order
-    assert " 0B.combine.L0 2F.attn.L1 1F.post 0B.mlp.L0 " in order
+    assert " 0B.combine.L0 1F.post 2F.attn.L1 0B.mlp.L0 " in order
     assert (
-        " 2F.mlp.L1 2F.combine.L1 1B.post 0B.attn.L0 0B.pre 1B.combine.L1"
+        " 2F.mlp.L1 2F.combine.L1 1B.post 1B.combine.L1 0B.attn.L0 0B.pre"
         " 3F.pre 3F.attn.L0 1B.mlp.L1 "
     ) in order
-    assert " 1B.combine.L0 3F.attn.L1 2F.post 1B.mlp.L0 " in order
+    assert " 1B.combine.L0 2F.post 3F.attn.L1 1B.mlp.L0 " in order
     assert (
-        " 3F.mlp.L1 3F.combine.L1 2B.post 1B.attn.L0 1B.pre 2B.combine.L1"
+        " 3F.mlp.L1 3F.combine.L1 2B.post 2B.combine.L1 1B.attn.L0 1B.pre"
         " 3F.post 3B.post 3B.combine.L1 2B.mlp.L1 "
     ) in order
 

@@ -1,4 +1,5 @@
 import pytest
+from plan_shapes import shape
 
 from ep_overlap.plan.action import Lane, LayerKind, parse_action
 from ep_overlap.plan.build import build_plan
@@ -80,3 +81,20 @@ def test_no_tensor_is_dropped_before_its_lane_is_known_to_follow_the_reader(
         previous = max((i for i in following if i < first), default=0)
         assert max(reader, previous) <= point < first
         assert reader == point or point in (previous, *direct[first]), "it could go sooner"
+
+
+@pytest.mark.parametrize("layers", ["mmmm", "dmm", "mmd"])
+@pytest.mark.parametrize("delay_wgrad", [False, True])
+@pytest.mark.parametrize("order", [OrderName.PLAIN, OrderName.PAIRED])
+def test_what_post_reads_is_given_back_before_an_mlp_takes_its_memory(
+    order: OrderName, delay_wgrad: bool, layers: str
+) -> None:
+    """Logits and combine's result side by side are the largest that a forward leaves."""
+    plan = build_plan(shape=shape(layers), num_microbatches=5, order=order, delay_wgrad=delay_wgrad)
+    released = release_points(plan.actions)
+    words = [str(action) for action in plan.actions]
+    for microbatch in range(1, 4):  # in the steady pairs
+        post = words.index(f"{microbatch}F.post")
+        until = released[post]
+        assert until is not None
+        assert not [word for word in words[post:until] if ".mlp." in word]

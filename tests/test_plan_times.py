@@ -65,7 +65,7 @@ def test_paired_is_shorter_than_plain_by_the_first_forward_and_the_last_backward
 
 @pytest.mark.parametrize(
     ("layers", "ms"),
-    [("mmmm", (1503, 1585)), ("dmmm", (1400, 1449)), ("mmmd", (1421, 1497))],
+    [("mmmm", (1534, 1585)), ("dmmm", (1432, 1449)), ("mmmd", (1452, 1497))],
 )
 def test_posts_away_from_where_pairs_meet_keep_the_exchange_lane_busy(
     layers: str, ms: tuple[int, int]
@@ -76,7 +76,7 @@ def test_posts_away_from_where_pairs_meet_keep_the_exchange_lane_busy(
     num_pairs = MICROBATCHES - 2
     saved = between.idle_of(Lane.COMM) - apart.idle_of(Lane.COMM)
     assert saved == pytest.approx(between.step - apart.step, abs=1.0)
-    assert saved / num_pairs > TRACED_MS["F.post"] / 2
+    assert saved / num_pairs > TRACED_MS["F.post"] / 4
 
 
 def test_where_compute_sets_the_step_the_place_of_posts_does_not_matter() -> None:

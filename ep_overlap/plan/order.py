@@ -306,21 +306,19 @@ def _paired(writer: _Writer, num_microbatches: int) -> list[Compute]:
         layers = writer.steady(backward=backward, forward=forward)
         # Nothing of a post is exchanged, so where a pair ends, the exchange lane would be idle
         # under both of them. The previous forward's is needed only where this pair ends: it waits
-        # until the second attn is through, and the first may be dense. The next backward's comes
-        # there, under the last combine.F. Its exchange may start right behind it, but is issued
-        # behind the W nodes: its memory is not taken before they have let go of theirs.
+        # until the exchanges of the first layers are under way. (Ahead of an attn, not behind it:
+        # the exchange lane follows each attn, and what post read of it is let go of there.) The
+        # next backward's comes at the end, under the last combine.F.
         second = min(1, writer.shape.num_layers - 1)
-        second_attn = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, second)) + 1
+        second_attn = layers.index(Compute(forward, Phase.FORWARD, Node.ATTN, second))
         last_attn = layers.index(Compute(backward, Phase.BACKWARD, Node.ATTN, 0))
-        post, *first_exchange = writer.begin_backward(backward + 1)
         order += [
             _pre(forward, Phase.FORWARD),
             *layers[:second_attn],
             _post(forward - 1, Phase.FORWARD),
             *layers[second_attn:last_attn],
-            post,
+            *writer.begin_backward(backward + 1),
             *layers[last_attn:],
-            *first_exchange,
         ]
     return order + _two_backwards(writer, num_microbatches - 2)
 
