@@ -1,7 +1,8 @@
 """``ep-overlap``: one function a command.
 
-Exits 0, 2 for arguments or combinations that cannot work (one line on stderr), 1 for a run that
-failed (its traceback, then one line).
+Exits 0; 2 for arguments or combinations that cannot work (one line on stderr); 1 for a run that
+failed (its traceback, then one line), whose result could not be written (one line), or whose parity
+did not hold (its report says so).
 """
 
 import json
@@ -23,6 +24,7 @@ from ep_overlap.commands.arguments import (
     TrainArguments,
 )
 from ep_overlap.processes.launch import LAUNCHED, end_with_launcher
+from ep_overlap.report.whole_file import CannotWriteError, write_whole
 
 EXIT_FAILED: Final = 1
 EXIT_REFUSED: Final = 2
@@ -48,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ValueError as error:
         return _refuse(command, str(error))
+    except CannotWriteError as error:
+        _say(command, str(error))
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 (the process ends here, with all that is known)
@@ -142,14 +147,8 @@ def _doctor(args: DoctorArguments) -> int:
 
 
 def _write_json(path: Path | None, result: Mapping[str, object]) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"--json {path}: {error.strerror}; expected a file that can be written"
-        ) from None
+    if path is not None:
+        write_whole(path, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

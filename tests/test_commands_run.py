@@ -17,9 +17,9 @@ from ep_overlap.commands.arguments import TrainArguments
 from ep_overlap.commands.parity import Parity
 from ep_overlap.commands.plan_arguments import plan_of
 from ep_overlap.commands.results import write_json
-from ep_overlap.commands.running import RunFailedError
 from ep_overlap.plan.lower import Strategy
 from ep_overlap.report.trace_file import read_trace
+from ep_overlap.report.whole_file import CannotWriteError
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden-size 32 --moe-ffn-hidden-size 48 --seq-length 16 --num-attention-heads 2"
@@ -61,7 +61,7 @@ def test_a_run_whose_parity_fails_is_a_failed_run(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, as Linux has it")
 def test_a_result_that_finds_no_room_names_its_file() -> None:
-    with pytest.raises(RunFailedError, match=r"^/dev/full: No space left on device$"):
+    with pytest.raises(CannotWriteError, match=r"^/dev/full: No space left on device$"):
         write_json(Path("/dev/full"), {"loss": 1.0})
 
 

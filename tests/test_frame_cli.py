@@ -388,14 +388,32 @@ def test_a_failed_run_exits_1_with_its_cause_last(
 ) -> None:
     """A disk that is full is found out after the work."""
 
-    def write(path: Path, text: str, encoding: str) -> NoReturn:
+    write_bytes = Path.write_bytes
+
+    def write(path: Path, data: bytes) -> NoReturn:
+        write_bytes(path, data[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", write)
-    assert main(["plan", "--json", str(tmp_path / "result.json")]) == 1
+    monkeypatch.setattr(Path, "write_bytes", write)
+    target = tmp_path / "result.json"
+    target.write_text("what was there")
+    assert main(["plan", "--json", str(target)]) == 1
+    said = capsys.readouterr().err
+    assert said == f"ep-overlap plan: {target}: No space left on device\n"
+    assert [(file, file.read_text()) for file in tmp_path.iterdir()] == [(target, "what was there")]
+
+
+def test_a_command_that_breaks_exits_1_with_its_cause_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(args: object) -> NoReturn:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr("ep_overlap.cli._plan", broken)
+    assert main(["plan"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("Traceback")
-    assert said.splitlines()[-1].startswith("ep-overlap plan: failed: OSError: [Errno 28] No space")
+    assert said.splitlines()[-1] == "ep-overlap plan: failed: RuntimeError: odd"
 
 
 def test_a_directory_where_nothing_can_be_written_is_refused_before_the_work(

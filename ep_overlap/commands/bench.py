@@ -92,10 +92,11 @@ def run(args: BenchArguments) -> int:
             ):
                 bench.round(round_number)
         result = bench.result()
+        if world.rank == 0:
+            Console().print(table(result))
         write_trace(args.trace, bench.chrome, world)
         if world.rank == 0:
             write_json(args.json, result)
-            Console().print(table(result))
     return 0
 
 
@@ -118,8 +119,8 @@ def _host_overhead(args: BenchArguments) -> int:
 
     with quiet_import():
         measured = host_overhead.measure()
-    write_json(args.json, host_overhead.as_json(measured))
     Console().print(host_overhead.table(measured))
+    write_json(args.json, host_overhead.as_json(measured))
     return 0
 
 

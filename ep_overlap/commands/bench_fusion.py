@@ -96,8 +96,8 @@ def run(args: BenchArguments) -> int:
         result = bench.result(difference)
     finally:
         dist.destroy_process_group()
-    write_json(args.json, result)
     Console().print(table(result))
+    write_json(args.json, result)
     return 0
 
 

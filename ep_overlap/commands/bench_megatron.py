@@ -127,10 +127,10 @@ def run(args: BenchArguments) -> int:
         with running():
             result = measure(args, world)
         if world.rank == 0:
+            Console().print(table(result))
             write_json(args.json, result)
             if args.plot is not None:
                 draw(result, args.plot)
-            Console().print(table(result))
     return 0
 
 

@@ -80,8 +80,8 @@ def run(args: BenchArguments) -> int:
                 bench.round(number)
             result = bench.result()
         if world.rank == 0:
-            write_json(args.json, result)
             Console().print(table(result))
+            write_json(args.json, result)
     return 0
 
 

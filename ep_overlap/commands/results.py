@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ep_overlap.commands.running import RunFailedError
 from ep_overlap.commands.world import World
+from ep_overlap.report.whole_file import write_whole
 from ep_overlap.run.trace import ChromeTrace
 
 
@@ -13,17 +13,17 @@ def write_json(path: Path | None, result: Mapping[str, object]) -> None:
     """Write a result; None: nowhere.
 
     Raises:
-        RunFailedError: it cannot be written.
+        CannotWriteError: it cannot be written.
     """
     if path is not None:
-        _write(path, json.dumps(result, indent=2) + "\n")
+        write_whole(path, json.dumps(result, indent=2) + "\n")
 
 
 def write_trace(path: Path | None, chrome: ChromeTrace | None, world: World) -> None:
     """Write all ranks' traces into one file, on rank 0. Collective; nothing without a path.
 
     Raises:
-        RunFailedError: it cannot be written.
+        CannotWriteError: it cannot be written.
     """
     if path is None or chrome is None:
         return
@@ -34,11 +34,4 @@ def write_trace(path: Path | None, chrome: ChromeTrace | None, world: World) -> 
         for event in events:
             if event["ph"] == "X":
                 event["ts"] -= start_us
-        _write(path, json.dumps({"traceEvents": events}))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFailedError(f"{path}: {error.strerror}") from None
+        write_whole(path, json.dumps({"traceEvents": events}))

@@ -96,10 +96,11 @@ def _train(args: TrainArguments, world: World) -> Parity | None:
             save(args.save, trainee, start.after(args), world)
     parity = None if baseline is None else baseline.parity
     result = history.result(trainee.lifecycle.stats, parity) | {"first_iteration": start.iteration}
+    if world.rank == 0:
+        report(result)
     write_trace(args.trace, chrome, world)
     if world.rank == 0:
         write_json(args.json, result)
-        report(result)
     return parity
 
 

@@ -7,10 +7,13 @@
 """
 
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 from matplotlib.figure import Figure
+
+from ep_overlap.report.whole_file import write_whole
 
 _COMPUTE, _EXPOSED, _EDGE = "#7fb2e5", "#ffffff", "#c0504d"
 _INCHES_PER_BAR: Final = 0.45
@@ -22,6 +25,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     Args:
         result: as its JSON has it.
         path: ``.png`` or ``.svg``.
+
+    Raises:
+        CannotWriteError: it cannot be written.
     """
     variants = result["variants"]
     compute_ms = result["compute_s"] * 1e3
@@ -49,4 +55,6 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.set_xlabel("ms of a step")
     axes.set_title(f"{result['device']}, {result['world']}", fontsize=10)
     axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(path)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    write_whole(path, picture.getvalue())

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from ep_overlap.report.trace_file import WAIT, Span, Trace, exposed_us
+from ep_overlap.report.whole_file import write_whole
 
 FORMATS: Final = (".png", ".svg", ".html")
 
@@ -159,15 +160,18 @@ def save(trace: Trace, spans: Sequence[Span], path: Path) -> None:
 
     Raises:
         ValueError: another suffix.
+        CannotWriteError: it cannot be written.
     """
     if path.suffix not in FORMATS:
         raise ValueError(f"-o {path}: expected a name ending in {', '.join(FORMATS)}")
     if path.suffix == ".html":
-        path.write_text(_page(trace, spans), encoding="utf-8")
+        write_whole(path, _page(trace, spans))
     elif path.suffix == ".svg":
-        path.write_text(_svg(draw(trace, spans)), encoding="utf-8")
+        write_whole(path, _svg(draw(trace, spans)))
     else:
-        draw(trace, spans).savefig(path, dpi=160)
+        picture = io.BytesIO()
+        draw(trace, spans).savefig(picture, format=path.suffix[1:], dpi=160)
+        write_whole(path, picture.getvalue())
 
 
 def _extent_us(spans: Sequence[Span]) -> tuple[float, float]:
