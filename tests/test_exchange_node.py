@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ep_overlap.run.exchange_node import ExchangeInput, ExchangeRun
+from ep_overlap.run.exchange_node import ExchangeInput, ExchangeOutput, ExchangeRun
 from ep_overlap.run.layer import TokenGrads, Tokens
-from ep_overlap.run.node import MIN_BYTES, Bundle, HandOff, Hidden, LossEnd, NodeRun, NodeState
+from ep_overlap.run.node import MIN_BYTES, Bundle, Hidden, LossEnd, NodeRun, NodeState
 
 LARGE = (64, MIN_BYTES // 64 // 4)
 
@@ -29,7 +29,7 @@ class Trip:
         self.weights[1].requires_grad_()
         self.sent_home: list[str] = []
         self.storages: list[StorageWeakRef] = []
-        self.routed, self.dispatched = ExchangeInput("tokens", Tokens), HandOff("d", Tokens)
+        self.routed, self.dispatched = ExchangeInput("a", Tokens), ExchangeOutput("d", Tokens)
         self.attn = NodeRun("0F.attn.L0", self._make, inlets=[], outlets=[self.routed])
         self.dispatch = ExchangeRun(
             "0F.dispatch.L0",
@@ -191,8 +191,11 @@ def test_an_exchange_that_is_more_or_less_is_refused(
         lambda grads: TokenGrads(grads[0][:2], grads[1]),
         lambda grads: TokenGrads(grads[0].double(), grads[1]),
         lambda grads: (grads[0],),
+        lambda grads: None,
+        lambda grads: grads[0],
+        lambda grads: (grads, grads),
     ],
-    ids=["lost", "shape", "dtype", "one"],
+    ids=["lost", "shape", "dtype", "one", "none", "tensor", "tuples"],
 )
 def test_a_reverse_that_brings_something_else_home_is_named(reverse: Any) -> None:
     trip = Trip()
@@ -201,6 +204,95 @@ def test_a_reverse_that_brings_something_else_home_is_named(reverse: Any) -> Non
     trip.post.backward()
     with pytest.raises(ValueError, match=r"the backward of 0F\.dispatch\.L0 returned .* expected"):
         trip.dispatch.backward()
+
+
+def test_a_reverse_that_makes_a_graph_is_refused() -> None:
+    trip, scale = Trip(), torch.ones(1, requires_grad=True)
+    trip.dispatch._reverse = lambda grads: TokenGrads(*(grad * scale for grad in grads))
+    trip.forward()
+    trip.post.backward()
+    with pytest.raises(ValueError, match=r"the backward of 0F\.dispatch\.L0 made a graph"):
+        trip.dispatch.backward()
+
+
+@pytest.mark.parametrize("first", ["evaluated", "failed", "trained"])
+def test_it_is_looked_at_until_one_forward_and_its_backward_were_right(first: str) -> None:
+    trip = Trip()
+    if first == "evaluated":
+        with torch.no_grad():
+            trip.attn.forward()
+            trip.dispatch.forward()
+    elif first == "failed":
+        trip.attn.forward()
+        trip.dispatch.forward()
+        for node in trip.nodes:
+            node.reset()
+    else:
+        trip.forward()
+        trip.backward()
+    trip.dispatch._reverse = lambda grads: TokenGrads(grads[0], None)
+    trip.forward()
+    trip.post.backward()
+    if first == "trained":
+        trip.dispatch.backward()
+    else:
+        with pytest.raises(ValueError, match="the backward of"):
+            trip.dispatch.backward()
+
+
+def test_what_it_reads_in_its_backward_lives_until_drop_used() -> None:
+    """Where work runs after its launch: another lane made those gradients, and may reuse them."""
+    trip = Trip(LARGE)
+    trip.dispatch.keeps_used = True
+    came: list[StorageWeakRef] = []
+
+    def reverse(grads: Bundle) -> Bundle:
+        came.extend(StorageWeakRef(grad.untyped_storage()) for grad in grads if grad is not None)
+        return trip.reverse(grads)
+
+    trip.dispatch._reverse = reverse
+    trip.forward()
+    trip.post.backward()
+    trip.dispatch.backward()
+    trip.attn.backward()
+    taken = trip.storages
+    assert [storage.expired() for storage in (*came, *taken)] == [False] * 4
+    trip.dispatch.drop_read()
+    trip.dispatch.drop_used()
+    assert [storage.expired() for storage in (*came, *taken)] == [True] * 4
+
+
+def test_a_buffer_that_the_model_keeps_serves_every_step() -> None:
+    trip = Trip()
+    buffer = torch.empty(3, 2)
+
+    def exchange(tokens: Tokens) -> Sequence[Bundle]:
+        assert tokens.probs is not None
+        buffer.copy_(flipped(tokens.tokens))
+        return (Tokens(buffer, flipped(tokens.probs)),)
+
+    trip.dispatch._function = exchange
+    for _ in range(2):
+        for weight in trip.weights:
+            weight.grad = None
+        trip.forward()
+        trip.backward()
+        assert same([weight.grad for weight in trip.weights], trip.expected())
+    assert not buffer.requires_grad
+
+
+def test_a_leaf_that_the_consumer_keeps_does_not_keep_its_gradient() -> None:
+    trip, kept = Trip(), list[Tensor]()
+    lose = trip._lose
+
+    def keeping(tokens: Tokens) -> Sequence[Bundle]:
+        kept.append(tokens.tokens)
+        return lose(tokens)
+
+    trip.post._function = keeping
+    trip.forward()
+    trip.backward()
+    assert kept[0].grad is None
 
 
 def test_calls_out_of_order_are_refused() -> None:

@@ -73,10 +73,8 @@ def test_posts_away_from_where_pairs_meet_keep_the_exchange_lane_busy(
     apart = times_of(OrderName.PAIRED, AS_COMPUTE, layers)
     between = with_posts_between_pairs(AS_COMPUTE, layers)
     assert (round(apart.step), round(between.step)) == ms
-    num_pairs = MICROBATCHES - 2
     saved = between.idle_of(Lane.COMM) - apart.idle_of(Lane.COMM)
     assert saved == pytest.approx(between.step - apart.step, abs=1.0)
-    assert saved / num_pairs > TRACED_MS["F.post"] / 4
 
 
 def test_where_compute_sets_the_step_the_place_of_posts_does_not_matter() -> None:

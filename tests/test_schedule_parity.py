@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ep_overlap.plan.action import LayerKind
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.order import ModelShape, OrderName
+from ep_overlap.run import exchange_node, node
 from ep_overlap.run.exchange_node import ExchangeInput
 from ep_overlap.run.node import HandOff
 from ep_overlap.schedule import OverlapSchedule
@@ -233,6 +234,31 @@ def test_the_list_of_hand_overs_is_complete_and_losing_none_is_bitwise_right(
     seen = lose(monkeypatch, None)
     assert lossy(Case(layers=2, freq=2, tied=True, kind=StreamKind.INLINE)) == []
     assert seen == HANDOVERS.keys()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor),
+        ExitStack,
+    ],
+    ids=["autocast", "packing hooks", "none"],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_tied_weight_keeps_its_gradient_where_no_graph_saves_the_weight_itself(
+    monkeypatch: pytest.MonkeyPatch, mode: Callable[[], Any], recompute: bool
+) -> None:
+    for module in (node, exchange_node):
+        monkeypatch.setattr(module, "MIN_BYTES", 1)  # so that what is small is let go of, too
+    case = Case(layers=2, tied=True, recompute=recompute, kind=StreamKind.INLINE)
+    ours, theirs = support.build(case), support.build(case)
+    schedule = OverlapSchedule(ours, case.config, stream_kind=case.kind)
+    inputs, loss_fn = support.batches(ours, case, 0), support.loss_of(case)
+    with mode():
+        schedule.step(inputs, loss_fn)
+        support.standard_step(theirs, inputs, loss_fn)
+    assert support.unequal(support.gradients(ours), support.gradients(theirs)) == []
 
 
 def without_gradient_of(handover: str, field: str) -> tuple[list[str], list[str]]:

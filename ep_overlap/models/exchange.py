@@ -25,8 +25,8 @@ def all_to_all(tokens: Tensor, sent: list[int], received: list[int], group: Proc
         ``[sum(received), ...]``.
     """
     if group.size() == 1:
-        # Not ``tokens`` itself: a part that returned its input would give the schedule an output
-        # without a place in the part's graph. A view has one, and costs nothing.
+        # Not ``tokens`` itself: what is returned has a place in the graph of its own, as with more
+        # ranks. A view costs nothing.
         return tokens.view_as(tokens)
     return _AllToAll.apply(tokens, sent, received, group)  # type: ignore[no-any-return]
 

@@ -11,7 +11,7 @@ probs, and behind it the tokens' begins too late to find free multiprocessors.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Final, cast, final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ep_overlap.run.node import (
     NodeRun,
     NodeState,
     Root,
+    name_of,
     num_references,
 )
 
@@ -84,6 +85,20 @@ class ExchangeInput(HandOff):
 
 
 @final
+class ExchangeOutput(HandOff):
+    """What an exchange brings: of no graph, so that no gradient enters where it was made."""
+
+    __slots__ = ()
+
+    def _keep_edge(self, index: int, sent: Tensor) -> None:
+        # The edge of a tensor that is a leaf itself would hold it.
+        kept = list(self._sent)
+        kept[index] = None
+        self._sent = tuple(kept)
+        self._roots = ()
+
+
+@final
 class ExchangeRun(NodeRun):
     """An exchange of one microbatch in flight.
 
@@ -105,7 +120,7 @@ class ExchangeRun(NodeRun):
         reverse: Reverse,
         *,
         inlet: ExchangeInput,
-        outlet: HandOff,
+        outlet: ExchangeOutput,
         keeps_graph: bool = True,
     ) -> None:
         super().__init__(name, exchange, inlets=[inlet], outlets=[outlet], keeps_graph=keeps_graph)
@@ -136,10 +151,8 @@ class ExchangeRun(NodeRun):
         if not self._is_trusted:
             self._check(made)
             self._check_sent(made[0])
-        (sent,) = made
-        for taken, given in zip(inlet.held, sent):  # noqa: B905 (the first ones are checked)
-            if given is not None and taken is not None and taken.requires_grad:
-                given.requires_grad = True
+        (brought,) = made
+        sent = tuple.__new__(type(brought), map(_as_wanted, inlet.held, brought))
         self._state = NodeState.FORWARD_DONE
         if self.keeps_used:
             self._reads = True
@@ -172,7 +185,7 @@ class ExchangeRun(NodeRun):
         for hook in self.post_backward_hooks:
             hook()
 
-    def _check_sent(self, sent: Bundle) -> None:
+    def _check_sent(self, sent: Bundle) -> None:  # it is of the outlet's type
         self._taken = taken = _shapes(self._inlet.held)
         if [member is None for member in taken] != [member is None for member in sent]:
             raise ValueError(f"{self.name} took {taken}, but returned {_shapes(sent)}")
@@ -187,12 +200,37 @@ class ExchangeRun(NodeRun):
         expected = [
             None if grad is None else taken for grad, taken in zip(grads, self._taken, strict=True)
         ]
-        if (got := _shapes(given)) != expected:
+        is_bundle = isinstance(cast(object, given), tuple) and not any(
+            member is not None and not isinstance(cast(object, member), Tensor) for member in given
+        )
+        got = _shapes(given) if is_bundle else _types(given)
+        if got != expected:
             raise ValueError(
                 f"the backward of {self.name} returned {got}, expected gradients of {expected}: "
                 "see ep_overlap.run.layer"
             )
+        if any(member is not None and member.requires_grad for member in given):
+            raise ValueError(
+                f"the backward of {self.name} made a graph, which no backward would reach; let "
+                "attn or mlp compute, see ep_overlap.run.layer"
+            )
+
+
+def _as_wanted(taken: Tensor | None, brought: Tensor | None) -> Tensor | None:
+    """What was brought, as what a gradient is wanted of if it was of what was taken. Not itself: it
+    may be the model's."""
+    if brought is None or taken is None or not taken.requires_grad:
+        return brought
+    leaf = brought.detach()
+    leaf.requires_grad = True
+    return leaf
 
 
 def _shapes(bundle: Bundle) -> Shapes:
     return [None if member is None else (member.dtype, member.shape) for member in bundle]
+
+
+def _types(given: object) -> str | list[str]:
+    if not isinstance(given, tuple):
+        return name_of(given)
+    return [name_of(member) for member in cast(tuple[object, ...], given)]

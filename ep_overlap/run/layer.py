@@ -122,7 +122,8 @@ class MoELayerParts[StateT](LayerParts, Protocol):
     # No graph is made of an exchange: its backward is a method, too (see ``exchange_node.py``).
 
     def dispatch(self, state: StateT, tokens: Tokens) -> Tokens:
-        """The exchange that brings tokens to their experts, and nothing else."""
+        """The exchange that brings tokens to their experts, and nothing else: what it would compute
+        its backward would not know of."""
         ...
 
     def dispatch_backward(self, state: StateT, grads: TokenGrads) -> TokenGrads:

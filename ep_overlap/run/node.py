@@ -19,7 +19,7 @@ somebody's graph has saved it::
 So of what is exchanged, and sorted again where it arrives, nothing waits for the backward.
 Megatron-LM resizes the storage of such inputs to zero, in the nodes of which it knows.
 
-An exchange is a node without a graph (``exchange.py``).
+An exchange is a node without a graph (``exchange_node.py``).
 
 Roots and gradients only: activation checkpointing refuses ``backward(inputs=...)``. The boundary
 is that of Megatron-LM's ``ScheduleNode``; the typed hand-offs and states are ours.
@@ -61,7 +61,7 @@ class NodeState(Enum):
     IDLE = "idle"
     """Nothing is held."""
     FORWARD_DONE = "forward done"
-    """Its piece of graph is alive, and what it sent is held until its backward."""
+    """Its piece of graph, if it has one, is alive, and what it sent is held until its backward."""
 
 
 class HandOff:
@@ -69,7 +69,7 @@ class HandOff:
 
     Args:
         name: microbatch and maker, such as ``1.attn.L0``; by it a test loses one gradient.
-        bundle_type: of the value. Its first member is always there.
+        bundle_type: of the value. The first of its members, if it has any, is always there.
     """
 
     __slots__ = ("_received", "_roots", "_sent", "bundle_type", "has_large", "name")
@@ -129,10 +129,9 @@ class HandOff:
                     leaf.data = sent.new_empty(1).expand(sent.shape)
 
     def _keep_edge(self, index: int, sent: Tensor) -> None:
-        """Of what was sent, keep only where its gradient enters: an exchange's result has no graph
-        (and a leaf's edge would hold it)."""
+        """Of what was sent, keep only where its gradient enters."""
         roots = list(self._roots)
-        roots[index] = None if sent.grad_fn is None else get_gradient_edge(sent)
+        roots[index] = get_gradient_edge(sent) if sent.requires_grad else None
         self._roots = roots
         kept = list(self._sent)
         kept[index] = None
@@ -380,7 +379,7 @@ class NodeRun:
     def _check(self, sent: Sequence[Bundle]) -> None:
         is_sequence = isinstance(cast(object, sent), Sequence)
         if not is_sequence or len(sent) != len(self._outlets):
-            got = f"{len(sent)} values" if is_sequence else _name_of(sent)
+            got = f"{len(sent)} values" if is_sequence else name_of(sent)
             raise ValueError(
                 f"{self.name} returned {got}, expected {len(self._outlets)} values: see "
                 "ep_overlap.run.layer"
@@ -417,16 +416,18 @@ class NodeRun:
 
 
 def _wrong_bundle(bundle: object, expected: type[Bundle]) -> str | None:
-    """What is wrong with what a model returned, whatever its annotations say."""
+    """What is wrong with what a model returned, whatever its annotations say: another type, or the
+    first member is absent, or a member is no tensor."""
     if not isinstance(bundle, expected):
-        return f"{_name_of(bundle)}, expected {expected.__name__}"
+        return f"{name_of(bundle)}, expected {expected.__name__}"
     for index, member in enumerate(bundle):
         if not isinstance(cast(object, member), Tensor) and (index == 0 or member is not None):
-            return f"{_name_of(member)} in its {expected.__name__}, expected a tensor"
+            return f"{name_of(member)} in its {expected.__name__}, expected a tensor"
     return None
 
 
-def _name_of(value: object) -> str:
+def name_of(value: object) -> str:
+    """How to call a value of a wrong type."""
     return "None" if value is None else type(value).__name__
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self, cast, final
 from torch import Tensor
 
 from ep_overlap.plan.action import WGRADS_OF, Compute, Node, Phase
-from ep_overlap.run.exchange_node import ExchangeInput, ExchangeRun
+from ep_overlap.run.exchange_node import ExchangeInput, ExchangeOutput, ExchangeRun
 from ep_overlap.run.layer import (
     Carry,
     DenseLayerParts,
@@ -74,13 +74,13 @@ class MoEHandOffs(NamedTuple):
 
     routed: ExchangeInput
     carried: HandOff
-    dispatched: HandOff
+    dispatched: ExchangeOutput
     expert_output: ExchangeInput
-    combined: HandOff
+    combined: ExchangeOutput
 
     @classmethod
     def new(cls, microbatch: int, layer: int) -> Self:
-        """All of them, empty, by the names of their makers."""
+        """All of them, empty: each has its maker's name, but attn's second one."""
         attn, carry, dispatch, mlp, combine = (
             f"{microbatch}.{name}.L{layer}"
             for name in ("attn", "carry", "dispatch", "mlp", "combine")
@@ -88,9 +88,9 @@ class MoEHandOffs(NamedTuple):
         return cls(
             ExchangeInput(attn, Tokens),
             HandOff(carry, Carry),
-            HandOff(dispatch, Tokens),
+            ExchangeOutput(dispatch, Tokens),
             ExchangeInput(mlp),
-            HandOff(combine),
+            ExchangeOutput(combine),
         )
 
 
