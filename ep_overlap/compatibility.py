@@ -64,7 +64,8 @@ THEIR_REFUSALS: Final = (
         theirs=f"{REFUSED}: at most one",
         supported=True,
         shown_by=PLAIN,
-        remark="they run whole, within `post`",
+        remark="they run whole, within `post`; set the flag once the config is built, as its own "
+        "check refuses both in the constructor",
         config={"mtp_num_layers": 2},
     ),
     Row(
