@@ -99,12 +99,22 @@ def test_gradients_are_those_of_one_graph(shape: tuple[int, int], is_tokens_froz
 
 def test_no_graph_is_made_and_none_is_walked() -> None:
     trip = Trip()
+    given: list[Tokens] = []
+    lose = trip._lose
+
+    def keeping(tokens: Tokens) -> Sequence[Bundle]:
+        given.append(tokens)
+        return lose(tokens)
+
+    trip.post._function = keeping
     trip.forward()
-    (tokens, probs) = trip.dispatched.held
-    assert tokens is not None
+    ((tokens, probs),) = given
     assert probs is not None
     assert (tokens.grad_fn, probs.grad_fn) == (None, None)
     assert (tokens.requires_grad, probs.requires_grad) == (True, True)
+    assert [tensor is None or tensor.requires_grad for tensor in trip.dispatched.held] == [
+        False
+    ] * 2
 
 
 @pytest.mark.parametrize("keeps_used", [False, True])
@@ -312,3 +322,23 @@ def test_hooks_run_around_it() -> None:
     trip.forward()
     trip.backward()
     assert log == ["forward", "before []", "after ['tokens', 'probs']"]
+
+
+def test_a_consumer_with_a_graph_may_follow_an_exchange_without_a_backward() -> None:
+    """Post, behind the first forward of a layer that is recomputed."""
+    trip = Trip()
+    first = ExchangeRun(
+        "0F.dispatch.L0",
+        trip.exchange,
+        trip.reverse,
+        inlet=trip.routed,
+        outlet=trip.dispatched,
+        keeps_graph=False,
+    )
+    trip.attn.forward()
+    first.forward()
+    received = trip.dispatched.receive()
+    assert isinstance(received, Tokens)
+    assert not received.tokens.requires_grad
+    assert torch.equal(received.tokens, flipped(trip.weights[0] * 3))
+    assert first.state is NodeState.IDLE

@@ -18,7 +18,7 @@ from ep_overlap.plan.action import LayerKind
 from ep_overlap.plan.build import build_plan
 from ep_overlap.plan.order import ModelShape, OrderName
 from ep_overlap.run import exchange_node, node
-from ep_overlap.run.exchange_node import ExchangeInput
+from ep_overlap.run.exchange_node import ExchangeInput, ExchangeOutput
 from ep_overlap.run.node import HandOff
 from ep_overlap.schedule import OverlapSchedule
 from ep_overlap.testing import RankPool
@@ -191,17 +191,18 @@ def lose(monkeypatch: pytest.MonkeyPatch, lost: str | None, field: int = 0) -> s
 
     def drop(handoff: HandOff) -> None:
         if isinstance(handoff, ExchangeInput):
-            grads = list(handoff._grads)  # pyright: ignore[reportPrivateUsage]
+            grads = list(handoff.grads)
             assert grads[field] is not None
             grads[field] = None
-            handoff.give(tuple(grads))
+            handoff.grads = tuple(grads)
             return
         received = handoff._received[field]  # pyright: ignore[reportPrivateUsage]
         assert received is not None
         assert received.grad is not None
         received.grad = None
 
-    for kind, name in ((HandOff, "roots"), (HandOff, "take_grads"), (ExchangeInput, "roots")):
+    takes = ((HandOff, "roots"), (ExchangeInput, "roots"), (ExchangeOutput, "take_grads"))
+    for kind, name in takes:
         monkeypatch.setattr(kind, name, losing(getattr(kind, name)))
     return seen
 

@@ -42,17 +42,32 @@ _OWN_REFERENCES: Final = 2
 class ExchangeInput(HandOff):
     """What an exchange takes; its gradient is not left on a leaf, but given back."""
 
-    __slots__ = ("_grads",)
+    __slots__ = ("grads", "wanted")
 
     def __init__(self, name: str, bundle_type: type[Bundle] = Hidden) -> None:
         super().__init__(name, bundle_type)
-        self._grads: Bundle = ()
+        self.wanted: Sequence[bool] = ()
+        """Of which members a gradient is wanted; of the last that was received."""
+        self.grads: Bundle = ()
+        """What the exchange gives back, for the producer's backward."""
 
     def receive(self) -> Bundle:
         """The value, cut off from the graph that made it, and not the start of another."""
         sent = self._sent
-        self.has_large = any(tensor is not None and tensor.nbytes >= MIN_BYTES for tensor in sent)
-        detached = [tensor if tensor is None else tensor.detach() for tensor in sent]
+        detached: list[Tensor | None] = []
+        wanted: list[bool] = []
+        has_large = False
+        for tensor in sent:
+            if tensor is None:
+                detached.append(None)
+                wanted.append(False)
+                continue
+            detached.append(tensor.detach())
+            wanted.append(tensor.requires_grad)
+            if tensor.nbytes >= MIN_BYTES:
+                has_large = True
+        self.has_large = has_large
+        self.wanted = wanted
         return tuple.__new__(type(sent), detached)
 
     def let_go(self) -> None:
@@ -66,22 +81,18 @@ class ExchangeInput(HandOff):
                     del storage
                     self._keep_edge(index, sent)
 
-    def give(self, grads: Bundle) -> None:
-        """Leave the gradients for the producer's backward."""
-        self._grads = grads
-
     def roots(self, roots: list[Root], grads: list[Tensor]) -> None:
         """Add what was sent, with the gradients that were given, and let go of both."""
-        for root, grad in zip(self._roots, self._grads):  # noqa: B905 (the first ones are checked)
+        for root, grad in zip(self._roots, self.grads):  # noqa: B905 (the first ones are checked)
             if root is not None and grad is not None:
                 roots.append(root)
                 grads.append(grad)
-        self.clear()
+        self._sent = self._roots = self.grads = ()
 
     def clear(self) -> None:
         """Hold nothing."""
         super().clear()
-        self._grads = ()
+        self.grads = ()
 
 
 @final
@@ -90,12 +101,61 @@ class ExchangeOutput(HandOff):
 
     __slots__ = ()
 
+    def send(self, bundle: Bundle) -> None:
+        """Keep the value for its consumer; no gradient will come: an evaluation, or the first
+        forward of what is recomputed."""
+        self.bring(bundle, (False,) * len(bundle))
+
+    def bring(self, brought: Bundle, wanted: Sequence[bool]) -> None:
+        """Keep the value for its consumer, with leaves for the gradients that are wanted of it.
+
+        Leaves, not what was brought: that may be the model's, to be written to again.
+        """
+        leaves: list[Tensor | None] = []
+        has_large = False
+        for tensor, is_wanted in zip(brought, wanted):  # noqa: B905 (the first ones are checked)
+            if tensor is None:
+                leaves.append(None)
+                continue
+            leaf = tensor.detach()
+            if is_wanted:
+                leaf.requires_grad = True
+            if tensor.nbytes >= MIN_BYTES:
+                has_large = True
+            leaves.append(leaf)
+        self.has_large = has_large
+        self._sent = brought
+        self._received = tuple.__new__(type(brought), leaves)
+
+    def receive(self) -> Bundle:
+        """The leaves; of what is large a view, as ``HandOff.receive`` gives."""
+        received = self._received
+        if not self.has_large:
+            return received
+        given = [leaf if leaf is None else leaf.view_as(leaf) for leaf in received]
+        return tuple.__new__(type(received), given)
+
+    def take_grads(self) -> Bundle | None:
+        """The gradients that came back, None where none did, and let go of the value. None: none
+        came at all."""
+        grads: list[Tensor | None] = []
+        came = False
+        for leaf in self._received:
+            if leaf is None or (grad := leaf.grad) is None:
+                grads.append(None)
+            else:
+                # A model may keep a piece of the consumer's graph, and that the leaf.
+                leaf.grad = None
+                grads.append(grad)
+                came = True
+        self._sent = self._received = ()
+        return tuple(grads) if came else None
+
     def _keep_edge(self, index: int, sent: Tensor) -> None:
-        # The edge of a tensor that is a leaf itself would hold it.
+        # No gradient enters here; and the edge of a tensor without a graph would hold it.
         kept = list(self._sent)
         kept[index] = None
         self._sent = tuple(kept)
-        self._roots = ()
 
 
 @final
@@ -151,14 +211,12 @@ class ExchangeRun(NodeRun):
         if not self._is_trusted:
             self._check(made)
             self._check_sent(made[0])
-        (brought,) = made
-        sent = tuple.__new__(type(brought), map(_as_wanted, inlet.held, brought))
         self._state = NodeState.FORWARD_DONE
         if self.keeps_used:
             self._reads = True
         elif inlet.has_large:
             inlet.let_go()
-        self._outlet.send(sent)
+        self._outlet.bring(made[0], inlet.wanted)
 
     def backward(self) -> None:
         """Send the gradients home.
@@ -174,13 +232,13 @@ class ExchangeRun(NodeRun):
         inlet = self._inlet
         grads = self._outlet.take_grads()
         if self.keeps_used:
-            self._used = (*grads, *inlet.held) if self._reads else grads
-        if any(grad is not None for grad in grads):
+            self._used = (grads, inlet.held) if self._reads else (grads,)
+        if grads is not None:
             given = self._reverse(grads)
             if not self._is_trusted:
                 self._check_given(grads, given)
                 self._is_trusted = True
-            inlet.give(given)
+            inlet.grads = given
         self._state = NodeState.IDLE
         for hook in self.post_backward_hooks:
             hook()
@@ -214,16 +272,6 @@ class ExchangeRun(NodeRun):
                 f"the backward of {self.name} made a graph, which no backward would reach; let "
                 "attn or mlp compute, see ep_overlap.run.layer"
             )
-
-
-def _as_wanted(taken: Tensor | None, brought: Tensor | None) -> Tensor | None:
-    """What was brought, as what a gradient is wanted of if it was of what was taken. Not itself: it
-    may be the model's."""
-    if brought is None or taken is None or not taken.requires_grad:
-        return brought
-    leaf = brought.detach()
-    leaf.requires_grad = True
-    return leaf
 
 
 def _shapes(bundle: Bundle) -> Shapes:

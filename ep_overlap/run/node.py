@@ -159,18 +159,6 @@ class HandOff:
         # ``clear``, without the call, as this runs for every hand-off.
         self._sent = self._received = self._roots = ()
 
-    def take_grads(self) -> Bundle:
-        """The gradients that came back, None where none did, and let go of the value."""
-        grads: list[Tensor | None] = []
-        for leaf in self._received:
-            if leaf is None:
-                grads.append(None)
-            else:
-                grads.append(leaf.grad)
-                leaf.grad = None
-        self.clear()
-        return tuple(grads)
-
     def clear(self) -> None:
         """Hold nothing."""
         self._sent = self._received = self._roots = ()
