@@ -104,9 +104,8 @@ def watching() -> Iterator[Inside]:
     from ep_overlap.run import node
 
     inside = Inside()
-    for part in ("attn", "dispatch", "mlp", "combine", "finish"):
-        inside.watch(megatron_layers.MegatronMoELayer, part)
-    for part in ("dispatch_backward", "combine_backward"):
+    exchanges = ("dispatch", "dispatch_backward", "combine", "combine_backward")
+    for part in ("attn", "mlp", "finish", *exchanges):
         inside.watch(megatron_layers.MegatronMoELayer, part)
     for part in ("pre", "post"):
         inside.watch(megatron_parts.GPTParts, part)

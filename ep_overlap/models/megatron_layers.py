@@ -8,9 +8,9 @@ results are bitwise those of the model. What differs from megatron-core's own cu
 ::
 
     attn      _forward_attention, pre_mlp_layernorm, shared experts, router, dispatch_preprocess
-    dispatch  token_dispatch                                                            (exchange)
+    dispatch  token_dispatch; back: all_to_all, splits exchanged                        (exchange)
     mlp       dispatch_postprocess, experts, combine_preprocess
-    combine   token_combine                                                             (exchange)
+    combine   token_combine; back: likewise                                             (exchange)
     finish    combine_postprocess, shared experts' sum, mlp_bda
 
 A GPTModel has all of it in one TransformerLayer, a HybridModel in two: see ``Halves``.
