@@ -246,7 +246,10 @@ class ExchangeRun(NodeRun):
     def _check_sent(self, sent: Bundle) -> None:  # it is of the outlet's type
         self._taken = taken = _shapes(self._inlet.held)
         if [member is None for member in taken] != [member is None for member in sent]:
-            raise ValueError(f"{self.name} took {taken}, but returned {_shapes(sent)}")
+            raise ValueError(
+                f"{self.name} took {taken}, but returned {_shapes(sent)}, expected as many: see "
+                "ep_overlap.run.layer"
+            )
         if any(member is not None and member.requires_grad for member in sent):
             raise ValueError(
                 f"{self.name} made a graph, expected an exchange and nothing else: no backward "

@@ -120,6 +120,7 @@ class MoELayerParts[StateT](LayerParts, Protocol):
         ...
 
     # No graph is made of an exchange: its backward is a method, too (see ``exchange_node.py``).
+    # What both return is looked at in the first step alone: they must be alike in every step.
 
     def dispatch(self, state: StateT, tokens: Tokens) -> Tokens:
         """The exchange that brings tokens to their experts, and nothing else: what it would compute
