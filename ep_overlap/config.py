@@ -11,6 +11,7 @@ PAIRED_FROM_MICROBATCHES: Final = 2
 GRAPHED_TILE: Final = 64
 """Attention is replayed from CUDA graphs for a multiple of so many tokens: see
 ``models.megatron_graphs``."""
+_SWITCHES: Final = ("overlap", "delay_wgrad", "dispatch_over_wgrad", "divide_loss", "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,14 @@ class OverlapConfig:
     """Record when every action waited and ran; ``StepResult.trace``."""
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise ValueError(f"num_microbatches must be at least 1, got {self.num_microbatches}")
+        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
+            raise ValueError(
+                f"num_microbatches must be a whole number of at least 1, got {self.num_microbatches!r}"
+            )
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool):  # any text would switch it on
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         check_budget(self.max_unsharded_units)
         if self.order is not None and self.order_text is not None:
             raise ValueError("order and order_text exclude each other; give one of them")

@@ -99,7 +99,7 @@ class OverlapSchedule:
             check_recomputed(model)
         self._lifecycle: RootLifecycle = lifecycle or lifecycle_of(model.module)
         self._units = _named_units(model, self._lifecycle)
-        device = next(model.module.parameters()).device
+        device = _device_of(model.module)
         self._kind = stream_kind or default_kind(device)
         if (self._kind is StreamKind.CUDA) != (device.type == "cuda"):
             raise ValueError(
@@ -387,6 +387,18 @@ class OverlapSchedule:
     def _with_backward(self, key: NodeKey) -> NodeRun:
         """The node whose backward the plan runs: that of R where layers are recomputed."""
         return self._again.get(key, self._nodes[key])
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a model is.
+
+    Raises:
+        ValueError: it has no parameters.
+    """
+    parameter = next(module.parameters(), None)
+    if parameter is None:
+        raise ValueError(f"{type(module).__name__} has no parameters; expected a model to train")
+    return parameter.device
 
 
 def _refuse_turns(plan: Plan) -> None:

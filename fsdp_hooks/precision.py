@@ -30,8 +30,13 @@ class MixedPrecision:
             ("main_dtype", self.main_dtype),
             ("reduce_dtype", self.reduce_dtype),
         ):
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} is {dtype}; expected a floating-point dtype")
+            given: object = dtype
+            if given is None and name != "main_dtype":
+                continue
+            if not isinstance(given, torch.dtype) or not given.is_floating_point:
+                raise ValueError(
+                    f"{name} is {given!r}; expected a floating-point dtype, such as torch.bfloat16"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from ep_overlap.cli import main
 from ep_overlap.commands import argument_checks, parity
 from ep_overlap.commands.arguments import TrainArguments
-from ep_overlap.commands.parity import Parity
+from ep_overlap.commands.parity import Difference
 from ep_overlap.commands.plan_arguments import plan_of
 from ep_overlap.commands.results import write_json
 from ep_overlap.plan.lower import Strategy
@@ -46,17 +46,21 @@ def result_of(command: str, path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("rank")
-@pytest.mark.parametrize(("found", "status"), [(Parity.CLOSE, 0), (Parity.FAILED, 1)])
+@pytest.mark.parametrize(("amount", "status"), [(1e-6, 0), (1e-3, 1)])
 def test_a_run_whose_parity_fails_is_a_failed_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    found: Parity,
+    amount: float,
     status: int,
 ) -> None:
+    found = Difference(amount=amount, where="gradient of head.weight on rank 0 in step 1")
     monkeypatch.setattr(parity, "compare", lambda *compared, **named: found)
     command = f"train --model reference {SMALL} --num-layers 1 --train-iters 1 --check-parity"
     assert main(command.split()) == status
-    assert f"parity with the step without overlap: {found}" in capsys.readouterr().out
+    assert (
+        f"parity with the step without overlap: {found.parity}: gradient of head.weight on rank 0 "
+        f"in step 1 differs by {amount:.1e} of its largest entry"
+    ) in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, as Linux has it")

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from ep_overlap.commands.parity import Parity
+from ep_overlap.commands.parity import Difference
 from ep_overlap.run.trace import HiddenShare
 from fsdp_hooks.lifecycle import ShardingStats
 
@@ -57,7 +57,7 @@ class History:
         text = f"loss {last.loss:.3f}  {self._step_tokens / last.step_time_s:,.0f} tokens/s"
         return text if hidden is None else f"{text}  A2A hidden {hidden:.0%}"
 
-    def result(self, stats: ShardingStats, parity: Parity | None) -> dict[str, Any]:
+    def result(self, stats: ShardingStats, difference: Difference | None) -> dict[str, Any]:
         """The whole run, as JSON has it."""
         steps = self._iterations
         shares = [step.share for step in steps if step.share is not None]
@@ -72,7 +72,8 @@ class History:
             "num_reduce_scatters": stats.num_reduce_scatters,
             "peak_unsharded_bytes": stats.peak_unsharded_bytes,
             "hook_misses": stats.hook_misses,
-            "parity": None if parity is None else str(parity),
+            "parity": None if difference is None else str(difference.parity),
+            "parity_difference": None if difference is None else str(difference),
         }
 
 
@@ -118,4 +119,4 @@ def report(result: Mapping[str, Any]) -> None:
     shown = [f"{kind} {share:.0%}" for kind, share in shares.items() if share is not None]
     print(f", hidden: {', '.join(shown)}" if shown else "")
     if result["parity"] is not None:
-        print(f"parity with the step without overlap: {result['parity']}")
+        print(f"parity with the step without overlap: {result['parity_difference']}")

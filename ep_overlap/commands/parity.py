@@ -1,11 +1,11 @@
 """Compares a step with its baseline: losses, every gradient, every weight, on every rank."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_overlap.commands.trainee import StandardStep, Trainee
@@ -23,48 +23,68 @@ class Parity(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The largest of what was compared."""
+
+    amount: float
+    """Relative to the tensor's largest entry; 0: equal bit for bit; inf: of another shape or dtype,
+    not finite, or there on one side alone."""
+    where: str
+    """The tensor, the rank and the step."""
+
+    @property
+    def parity(self) -> Parity:
+        """What it amounts to; only 0 is bitwise."""
+        if self.amount == 0.0:
+            return Parity.BITWISE
+        return Parity.CLOSE if self.amount <= CLOSE_TOLERANCE else Parity.FAILED
+
+    def __str__(self) -> str:
+        if self.parity is Parity.BITWISE:
+            return str(self.parity)
+        if self.amount == float("inf"):
+            return (
+                f"{self.parity}: {self.where} is missing, not finite, or of another shape or dtype"
+            )
+        return f"{self.parity}: {self.where} differs by {self.amount:.1e} of its largest entry"
+
+
 def compare(
     losses: tuple[Sequence[Tensor], Sequence[Tensor]],
     modules: tuple[nn.Module, nn.Module],
     world: World,
     *,
     gradients: bool,
-) -> Parity:
+    step: int,
+) -> Difference:
     """The worst of all ranks. Collective. ``gradients``: compare ``.grad``, else the weights."""
-    worst = _worst(zip(*losses, strict=True))
-    pairs = zip(*(list(module.parameters()) for module in modules), strict=True)
-    for ours, theirs in pairs:
-        if not gradients:
-            worst = max(worst, _difference(local_part(ours), local_part(theirs)))
-        elif (ours.grad is None) != (theirs.grad is None):
-            worst = float("inf")
-        elif ours.grad is not None and theirs.grad is not None:
-            worst = max(worst, _difference(local_part(ours.grad), local_part(theirs.grad)))
-    everywhere = torch.tensor(worst, dtype=torch.float64)
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=world.control)
-    return classify(float(everywhere))
+    ours, theirs = modules
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = [
+        (f"loss of microbatch {index}", *pair)
+        for index, pair in enumerate(zip(*losses, strict=True))
+    ]
+    for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        pairs.append(
+            (f"gradient of {name}", own.grad, other.grad) if gradients else (name, own, other)
+        )
+    here = _largest(
+        Difference(amount=_difference(*pair), where=f"{what} on rank {world.rank} in step {step}")
+        for what, *pair in pairs
+    )
+    return _largest(world.gathered(here))
 
 
-def classify(difference: float) -> Parity:
-    """What a largest relative difference amounts to; only 0 is bitwise."""
-    if difference == 0.0:
-        return Parity.BITWISE
-    return Parity.CLOSE if difference <= CLOSE_TOLERANCE else Parity.FAILED
+def _largest(found: Iterable[Difference]) -> Difference:
+    """The first of the largest."""
+    return max(found, key=lambda difference: difference.amount)
 
 
-def worse(first: Parity, second: Parity) -> Parity:
-    """The less alike of two."""
-    order = list(Parity)
-    return max(first, second, key=order.index)
-
-
-def _worst(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    return max((_difference(a, b) for a, b in pairs), default=0.0)
-
-
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """0 only if equal bit for bit; else relative to the largest entry; inf where not finite, or of
-    another shape or type."""
+def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
+    """See ``Difference.amount``."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else float("inf")
+    ours, theirs = local_part(ours), local_part(theirs)
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return float("inf")
     if torch.equal(_bits(ours), _bits(theirs)):  # of values, NaN equals nothing
@@ -92,11 +112,12 @@ class Baseline:
     def __init__(
         self, trainee: Trainee, twin: Trainee, stepper: StandardStep, world: World
     ) -> None:
-        self.parity = Parity.BITWISE
+        self.worst = Difference(amount=0.0, where="")
         self._modules = (trainee.module, twin.module)
         self._twin = twin
         self._stepper = stepper
         self._world = world
+        self._num_steps = 0
 
     def step(
         self,
@@ -106,14 +127,19 @@ class Baseline:
         """The twin's step on the same ``pairs`` of tokens and targets; losses and gradients are
         compared. Collective."""
         twin = self._twin
+        self._num_steps += 1
         twin.optimizer.zero_grad()
         expected = self._stepper.step([twin.make_batch(*pair) for pair in pairs]).losses
-        found = compare((losses, expected), self._modules, self._world, gradients=True)
-        self.parity = worse(self.parity, found)
+        self._note((losses, expected), gradients=True)
 
     def after_update(self) -> None:
         """The trainee's optimizer has stepped: so does the twin's, and weights are compared.
         Collective."""
         self._twin.optimizer.step()
-        found = compare(((), ()), self._modules, self._world, gradients=False)
-        self.parity = worse(self.parity, found)
+        self._note(((), ()), gradients=False)
+
+    def _note(self, losses: tuple[Sequence[Tensor], Sequence[Tensor]], *, gradients: bool) -> None:
+        found = compare(
+            losses, self._modules, self._world, gradients=gradients, step=self._num_steps
+        )
+        self.worst = _largest((self.worst, found))

@@ -225,7 +225,7 @@ def _cell(model: ParityModel, strategy: str, column: str, world: World, meshes: 
         baseline.step(pairs, losses)
         ours.optimizer.step()
         baseline.after_update()
-    parity = baseline.parity
+    parity = baseline.worst.parity
     del ours, theirs, stepper, baseline
     gc.collect()  # their streams' threads with them
     return parity

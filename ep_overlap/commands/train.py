@@ -10,7 +10,7 @@ from ep_overlap.commands.arguments import TrainArguments
 from ep_overlap.commands.checkpoint_record import Start
 from ep_overlap.commands.checkpointing import load, save
 from ep_overlap.commands.history import History, Iteration, progress_bar, report
-from ep_overlap.commands.parity import Baseline, Parity
+from ep_overlap.commands.parity import Baseline, Difference, Parity
 from ep_overlap.commands.plan_arguments import order_of, read_order
 from ep_overlap.commands.results import write_json, write_trace
 from ep_overlap.commands.running import (
@@ -38,8 +38,8 @@ def run(args: TrainArguments) -> int:
         choose_device(args.device)
         return launch(own_command(), nproc=args.nproc)
     with open_world(args.device, speed=None) as world, model_environment(args.model, world):
-        parity = _train(args, world)
-    return 1 if parity is Parity.FAILED else 0
+        difference = _train(args, world)
+    return 1 if difference is not None and difference.parity is Parity.FAILED else 0
 
 
 def overlap_config(args: TrainArguments) -> OverlapConfig:
@@ -57,7 +57,7 @@ def overlap_config(args: TrainArguments) -> OverlapConfig:
     )
 
 
-def _train(args: TrainArguments, world: World) -> Parity | None:
+def _train(args: TrainArguments, world: World) -> Difference | None:
     """Returns what ``--check-parity`` has found."""
     data = batches_of(args, world, path=args.data)
     recipe = recipe_of(args)
@@ -94,14 +94,16 @@ def _train(args: TrainArguments, world: World) -> Parity | None:
             progress.advance(history.line())
         if args.save is not None:
             save(args.save, trainee, start.after(args), world)
-    parity = None if baseline is None else baseline.parity
-    result = history.result(trainee.lifecycle.stats, parity) | {"first_iteration": start.iteration}
+    difference = None if baseline is None else baseline.worst
+    result = history.result(trainee.lifecycle.stats, difference) | {
+        "first_iteration": start.iteration
+    }
     if world.rank == 0:
         report(result)
     write_trace(args.trace, chrome, world)
     if world.rank == 0:
         write_json(args.json, result)
-    return parity
+    return difference
 
 
 def _iterate(

@@ -10,6 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Final, cast
 
@@ -157,7 +158,9 @@ def _span(event: Mapping[str, object], names: Mapping[tuple[int, int], str]) -> 
     args = _args(event)
     word = str(event.get("name"))
     rank, tid = _integer(event, "pid"), _integer(event, "tid")
-    start_us = _number(event, "ts")
+    start_us, duration_us = _number(event, "ts"), _number(event, "dur")
+    if duration_us < 0:
+        raise ValueError(f"expected 0 or more as 'dur', got {duration_us:g} in {dict(event)}")
     return Span(
         word=word,
         category=str(event.get("cat", "")),
@@ -166,7 +169,7 @@ def _span(event: Mapping[str, object], names: Mapping[tuple[int, int], str]) -> 
         lane=names.get((tid, rank), f"lane {tid}"),
         step=_integer(args, "step"),
         start_us=start_us,
-        end_us=start_us + _number(event, "dur"),
+        end_us=start_us + duration_us,
     )
 
 
@@ -179,7 +182,7 @@ def _args(event: Mapping[str, object]) -> Mapping[str, object]:
 
 def _number(event: Mapping[str, object], key: str) -> float:
     value = event.get(key)
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or not isfinite(value):
         raise ValueError(f"expected a number as {key!r}, got {value!r} in {dict(event)}")
     return float(value)
 
