@@ -1,11 +1,14 @@
 """What a schedule costs the host around a real GPTModel's nodes: megatron-core's own and ours.
 
 ``python tests/host_cost.py`` prints the table: two ranks, EP2, tiny sizes, without sharding and
-with ``optim_grads_params``, alternating steps in one process. CPU time of the calling thread, less
-what the nodes' callables, autograd's engine, and gathers and reductions take; per overlapped pair
-of layers, as the difference of a deep and a shallow model. megatron-core builds a plan for every
+with ``optim_grads_params``, alternating steps in one process. The calling thread's time, less what
+the nodes' callables, autograd's engine, and gathers and reductions take; per overlapped pair of
+layers, as the difference of a deep and a shallow model. megatron-core builds a plan for every
 microbatch; that is told apart. Hooks of its FSDP v1 that a callable or the engine runs are within
 the callables.
+
+The clock is the wall's: that of a thread's CPU time is a system call, of which both would pay
+eighteen for each pair. So nothing else should run on the machine.
 
 Graphs are kept until the step is over, and what it takes to let go of them then is told apart, too:
 it is autograd's, and falls within a callable or outside by who holds the last reference.
@@ -19,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from statistics import median
-from time import thread_time_ns
+from time import perf_counter_ns
 from typing import Any, cast
 
 import torch
@@ -57,7 +60,7 @@ NUM_PAIRS = NUM_LAYERS * NUM_MICROBATCHES
 
 @dataclass
 class Inside:
-    """CPU time within what is not the schedule's."""
+    """Time within what is not the schedule's."""
 
     times: dict[str, int] = field(default_factory=lambda: {"callables": 0, "plans": 0})
     """ns"""
@@ -72,7 +75,7 @@ class Inside:
 
         @wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = thread_time_ns()  # ahead of the watching's own work, and at the end behind it
+            started = perf_counter_ns()  # ahead of the watching's own work, and at the end behind it
             if self.depth:
                 return original(*args, **kwargs)
             self.depth = 1
@@ -82,7 +85,7 @@ class Inside:
                 return result
             finally:
                 self.depth = 0
-                times[counter] += thread_time_ns() - started
+                times[counter] += perf_counter_ns() - started
 
         setattr(owner, name, timed)
         self.undo.callback(setattr, owner, name, original)
@@ -247,11 +250,11 @@ def measure() -> dict[str, tuple[float, ...]]:
         def cost(step: Step) -> tuple[int, ...]:
             run, clear = step
             inside.times.update(callables=0, plans=0)
-            started = thread_time_ns()
+            started = perf_counter_ns()
             run()
-            done = thread_time_ns()
+            done = perf_counter_ns()
             inside.graphs.clear()
-            cleared = thread_time_ns()
+            cleared = perf_counter_ns()
             clear()
             callables, plans = inside.times["callables"], inside.times["plans"]
             return done - started - callables - plans, plans, cleared - done, callables
@@ -283,7 +286,7 @@ def measure() -> dict[str, tuple[float, ...]]:
 def main() -> None:
     with RankPool(2) as pool:
         costs, _ = pool.run(measure, timeout_s=500.0)
-    shown = Table(title="CPU time of one overlapped pair of layers, us: a GPTModel, hidden 16")
+    shown = Table(title="Host time of one overlapped pair of layers, us: a GPTModel, hidden 16")
     for column in ("variant", *COLUMNS):
         shown.add_column(column, justify="left" if column == "variant" else "right")
     for name, values in costs.items():

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from ep_overlap.models.groups import ExpertGroups, lone_expert_groups, new_exper
 from ep_overlap.models.megatron import GPTBatch, GPTParts, mean_loss
 from ep_overlap.models.megatron_build import MegatronSizes, build_gpt, initialise
 from ep_overlap.models.megatron_cpu import megatron_on_cpu
+from ep_overlap.models.megatron_layers import with_own_dispatcher
 from ep_overlap.plan.action import LayerKind
 
 SHAPES = {"one layer": (1, 1), "three layers": (3, 1), "dense between": (3, 2)}
@@ -121,11 +123,24 @@ class TestOneRank:
     def test_microbatches_share_parameters_and_nothing_else(self):
         parts = gpt(sizes("one layer"))
         own = parts.module.decoder.layers[0].mlp
-        first, second = (parts.begin(batch(parts, seed)).moe[0] for seed in (1, 2))
+        first, second = with_own_dispatcher(own), with_own_dispatcher(own)
         assert first._modules is second._modules is own._modules
         assert first._parameters is own._parameters
         dispatchers = {id(moe.token_dispatcher) for moe in (own, first, second)}
         assert len(dispatchers) == 3
+
+    def test_routing_lives_from_attn_to_finish(self):
+        parts = gpt(sizes("one layer"))
+        (layer,) = parts.layers
+        state = parts.begin(batch(parts, 1))
+        tokens, carry = layer.attn(state, parts.pre(state))
+        routing = weakref.ref(state.moe[0].token_dispatcher.routing_map)
+        combined = layer.combine(state, layer.mlp(state, layer.dispatch(state, tokens)))
+        assert routing() is not None
+        layer.finish(state, combined, carry)
+        assert routing() is None
+        assert state.moe == {}
+        assert set(state.splits) == {0}, "what the exchanges' reverses need"
 
     def test_building_leaves_the_global_generator_alone(self):
         before = torch.get_rng_state()

@@ -23,7 +23,7 @@ Shape letters: S sequence, B batch, H hidden, T tokens on the way.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast, final
 
 from torch import Tensor, nn
@@ -60,13 +60,22 @@ class GPTBatch:
     """``[B, S]``: which tokens count in the losses of multi-token prediction."""
 
 
+class Splits(NamedTuple):
+    """How many tokens go to each rank of an exchange and come from it, as megatron-core has them."""
+
+    sent: Any
+    received: Any
+
+
 @dataclass(kw_only=True, slots=True)
 class GPTState:
     """One microbatch in flight."""
 
     batch: GPTBatch
-    moe: list[MoELayer | None]
-    """For each layer, its MoE with a dispatcher of this microbatch's own; None where dense."""
+    moe: dict[int, MoELayer] = field(default_factory=dict[int, MoELayer])
+    """By layer, from its attn to its finish: its MoE with a dispatcher of this microbatch's own."""
+    splits: dict[int, Splits] = field(default_factory=dict[int, Splits])
+    """By layer, from its dispatch on: dispatch's."""
     rotary: Tensor | None = None
     """``[S, 1, 1, ...]``, the same for all layers; set by ``pre``."""
 
@@ -92,8 +101,6 @@ AttentionOf = Callable[[TransformerLayer], Attention]
 @final
 class MegatronDenseLayer:
     """Attention and an MLP, or one of them: the other's node hands on what it gets."""
-
-    moe: None = None
 
     def __init__(self, halves: Halves, attention_of: AttentionOf) -> None:
         self._halves = halves
@@ -140,7 +147,7 @@ class MegatronMoELayer:
     ) -> None:
         dispatcher = cast(MoEAlltoAllTokenDispatcher, moe.token_dispatcher)
         assert halves.rest is not None, "it holds the experts"
-        self.moe = moe
+        self._moe = moe
         self._halves = halves
         self._rest = halves.rest
         self._attention = _attention_or_identity(halves, attention_of)
@@ -184,7 +191,7 @@ class MegatronMoELayer:
 
     def attn(self, state: GPTState, hidden: Tensor) -> tuple[Tokens, Carry]:
         """Attention, norm, shared experts, router, gather of token counts, permute."""
-        moe = self._moe(state)
+        moe = state.moe[self._index] = with_own_dispatcher(self._moe)
         hidden = self._attention(hidden, state.batch.attention_mask, state.rotary)
         norm = apply_module(self._rest.pre_mlp_layernorm)
         # Not ``_forward_pre_mlp_layernorm``: it keeps what it was given on the layer.
@@ -204,50 +211,46 @@ class MegatronMoELayer:
     def dispatch(self, state: GPTState, tokens: Tokens) -> Tokens:
         """Send tokens, and their weights, to the ranks of their experts."""
         assert tokens.probs is not None, "attn made them"
-        return Tokens(*self._moe(state).dispatch(tokens.tokens, tokens.probs))
+        moe = state.moe[self._index]
+        dispatched = Tokens(*moe.dispatch(tokens.tokens, tokens.probs))
+        dispatcher = cast(MoEAlltoAllTokenDispatcher, moe.token_dispatcher)
+        splits = Splits(dispatcher.input_splits, dispatcher.output_splits)
+        state.splits[self._index] = splits
+        return dispatched
 
     def dispatch_backward(self, state: GPTState, grads: TokenGrads) -> TokenGrads:
         """Bring their gradients home, the tokens' first."""
-        dispatcher = self._dispatcher(state)
-        how = dispatcher.input_splits, dispatcher.output_splits, dispatcher.use_nccl_stream
+        sent, received = state.splits[self._index]
         return TokenGrads(
-            *(None if grad is None else all_to_all(self._exchange, grad, *how) for grad in grads)
+            *(
+                None if grad is None else all_to_all(self._exchange, grad, sent, received)
+                for grad in grads
+            )
         )
 
     def mlp(self, state: GPTState, tokens: Tokens) -> Tensor:
         """Sort by expert, run the experts, unsort."""
         assert tokens.probs is not None, "dispatch brought them"
-        moe = self._moe(state)
-        output, _ = moe.routed_experts_compute(tokens.tokens, tokens.probs)
-        # Nobody reads them any more, and they hold the graph of attn until the microbatch's end.
-        cast(Any, moe.token_dispatcher).probs = None
+        output, _ = state.moe[self._index].routed_experts_compute(tokens.tokens, tokens.probs)
         return output
 
     def combine(self, state: GPTState, tokens: Tensor) -> Tensor:
         """Send the results back where their tokens came from."""
-        return self._moe(state).combine(tokens)
+        return state.moe[self._index].combine(tokens)
 
     def combine_backward(self, state: GPTState, grad: Tensor) -> Tensor:
         """Send their gradients to the experts."""
-        dispatcher = self._dispatcher(state)
-        how = dispatcher.output_splits, dispatcher.input_splits, dispatcher.use_nccl_stream
-        return all_to_all(self._exchange, grad, *how)
+        sent, received = state.splits[self._index]
+        return all_to_all(self._exchange, grad, received, sent)
 
     def finish(self, state: GPTState, combined: Tensor, carry: Carry) -> Tensor:
         """Unpermute, add the shared experts' output and the residual."""
         layer = self._rest
-        output = self._moe(state).postprocess(combined, carry.shared)
+        # Its routing goes here, not with the microbatch: a graph keeps what its backward needs.
+        output = state.moe.pop(self._index).postprocess(combined, carry.shared)
         add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
         with layer.bias_dropout_add_exec_handler():
             return add((output, None), carry.residual, layer.hidden_dropout)
-
-    def _dispatcher(self, state: GPTState) -> MoEAlltoAllTokenDispatcher:
-        return cast(MoEAlltoAllTokenDispatcher, self._moe(state).token_dispatcher)
-
-    def _moe(self, state: GPTState) -> MoELayer:
-        moe = state.moe[self._index]
-        assert moe is not None, f"layer {self._index} has experts, but the state has no MoE for it"
-        return moe
 
 
 def layer_of(
@@ -284,7 +287,12 @@ def _attention_or_identity(halves: Halves, attention_of: AttentionOf) -> Attenti
 
 
 def with_own_dispatcher(moe: MoELayer) -> MoELayer:
-    """A shallow copy (see ``MegatronParts.begin``)."""
+    """A shallow copy, for one microbatch.
+
+    megatron-core's dispatcher keeps routing on itself, so two microbatches in one layer would
+    overwrite each other. The copies share sub-modules, and the very dictionaries that hold them, so
+    parameters that sharding swaps in are seen at once.
+    """
     own = _shallow(moe)
     assert own.token_dispatcher is not None, "MoELayer makes one"
     own.token_dispatcher = _shallow(own.token_dispatcher)

@@ -34,7 +34,6 @@ from ep_overlap.models.megatron_layers import (
     MegatronMoELayer,
     called_attention,
     layer_of,
-    with_own_dispatcher,
 )
 from ep_overlap.models.megatron_refused import refuse_unsupported
 from ep_overlap.models.megatron_wgrad import WGRAD_LAYERS
@@ -181,16 +180,8 @@ class MegatronParts[ModelT: MegatronModel](ABC):
         )
 
     def begin(self, batch: GPTBatch) -> GPTState:
-        """A dispatcher of its own for each MoE layer.
-
-        megatron-core's dispatcher keeps routing on itself, so two microbatches in one layer would
-        overwrite each other. The copies are shallow: they share sub-modules, and the very
-        dictionaries that hold them, so parameters that sharding swaps in are seen at once.
-        """
-        moe = [
-            None if layer.moe is None else with_own_dispatcher(layer.moe) for layer in self._layers
-        ]
-        return GPTState(batch=batch, moe=moe)
+        """Its inputs; the rest comes as its layers run."""
+        return GPTState(batch=batch)
 
     @abstractmethod
     def pre(self, state: GPTState) -> Tensor:
