@@ -49,7 +49,8 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
             raise ValueError(
-                f"num_microbatches must be a whole number of at least 1, got {self.num_microbatches!r}"
+                "num_microbatches must be a whole number of at least 1, got "
+                f"{self.num_microbatches!r}"
             )
         for name in _SWITCHES:
             value = getattr(self, name)

@@ -75,7 +75,7 @@ class Inside:
 
         @wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = perf_counter_ns()  # ahead of the watching's own work, and at the end behind it
+            started = perf_counter_ns()  # ahead of the watching's own work; at the end, behind it
             if self.depth:
                 return original(*args, **kwargs)
             self.depth = 1
@@ -197,7 +197,7 @@ def our_step(variant: Variant, num_layers: int, world: RealWorld) -> Step:
     if variant.is_sharded:
         shard(parts, world.size, Runtime(stream_kind=StreamKind.INLINE))
     config = OverlapConfig(num_microbatches=NUM_MICROBATCHES, order="plain")
-    # All lanes run in the calling thread, so that its CPU time is all there is.
+    # All lanes run in the calling thread, so that its time is all there is.
     schedule = OverlapSchedule(parts, config, stream_kind=StreamKind.INLINE)
     batches = [parts.batch(tokens, labels) for tokens, labels, _ in microbatches(NUM_MICROBATCHES)]
 

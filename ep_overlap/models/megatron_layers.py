@@ -61,7 +61,7 @@ class GPTBatch:
 
 
 class Splits(NamedTuple):
-    """How many tokens go to each rank of an exchange and come from it, as megatron-core has them."""
+    """How many tokens go to each rank and come from it, as megatron-core has them."""
 
     sent: Any
     received: Any
