@@ -134,9 +134,9 @@ def fully_shard[ModuleT: nn.Module](
 
     Raises:
         ValueError: a strategy is unknown, or has nothing to share out, a module is sharded twice,
-            the mesh has more than two dimensions, or one where ``outer_strategy`` asks for two, or
-            a parameter cannot be sharded: a scalar, on another device than its mesh, shared with
-            another unit, sharing memory with another tensor of the module.
+            the mesh is none, has more than two dimensions, or one where ``outer_strategy`` asks for
+            two, or a parameter cannot be sharded: a scalar, on another device than its mesh, shared
+            with another unit, sharing memory with another tensor of the module.
     """
     placements = placements_of(strategy)
     outer = outer_placement_of(outer_strategy)
@@ -148,7 +148,7 @@ def fully_shard[ModuleT: nn.Module](
     if grad_divisor is not None and grad_divisor < 1:
         raise ValueError(f"grad_divisor is {grad_divisor}; expected at least 1")
     _check_module(module)
-    mesh_of: MeshOf = (lambda name, param: mesh) if isinstance(mesh, DeviceMesh) else mesh
+    mesh_of = _mesh_function(mesh)
     own = (child for _, child in _outside_of_units(module, ""))
     materialize(own, _device_type(module, mesh), init_fn)
     groups = [
@@ -178,6 +178,17 @@ def fully_shard[ModuleT: nn.Module](
     )
     cast(_Sharded, module).fsdp_membership = _Membership(recipe=recipe)
     return module
+
+
+def _mesh_function(mesh: DeviceMesh | MeshOf) -> MeshOf:
+    if isinstance(mesh, DeviceMesh):
+        return lambda name, param: mesh
+    if not callable(cast(object, mesh)):
+        raise ValueError(
+            f"mesh is {mesh!r}; expected a DeviceMesh, such as init_device_mesh('cpu', (2,)), or "
+            "a function of name and parameter that returns one"
+        )
+    return mesh
 
 
 def _check_module(module: nn.Module) -> None:
@@ -216,8 +227,9 @@ def _check_parameter(param: Tensor, title: str) -> None:
         )
     if isinstance(param, DTensor):
         raise ValueError(
-            f"{title} is a DTensor: sharded already, perhaps shared with a unit; expected a plain "
-            "parameter. Share parameters within one unit only, before fully_shard"
+            f"{title} is a DTensor: sharded already, with a module around it or one that shares "
+            "it; expected a plain parameter. Call fully_shard on inner modules first, and share "
+            "parameters within one unit only"
         )
     if param.dim() == 0:
         raise ValueError(

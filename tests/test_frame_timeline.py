@@ -184,6 +184,14 @@ def test_the_step_that_was_cut_off_is_not_the_default() -> None:
             '{"traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "ts": "x", "dur": 1}]}',
             "expected a number as 'ts', got 'x'",
         ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "ts": NaN, "dur": 1}]}',
+            "expected a number as 'ts', got nan",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "ts": 1, "dur": -2}]}',
+            "expected 0 or more as 'dur', got -2",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_in_one_line(

@@ -159,6 +159,8 @@ def refusals() -> dict[str, str]:
         lambda: fully_shard(nn.Linear(2, 2), outer_strategy="optim", **for_both),
     )
     note("integers", lambda: MixedPrecision(reduce_dtype=torch.int32))
+    note("a dtype's name", lambda: MixedPrecision(param_dtype="bf16"))
+    note("a device", lambda: fully_shard(nn.Linear(2, 2), mesh="cpu"))
     for name, value in (
         ("grad_divisor", 2),
         ("reduce_each_microbatch", True),
@@ -205,6 +207,8 @@ EXPECTED_REFUSALS = {
     "no_shard in optim": "use strategy 'optim' on a mesh of one dimension",
     "grads": "unknown outer_strategy 'grads'; expected one of no_shard, optim",
     "integers": "reduce_dtype is torch.int32",
+    "a dtype's name": "param_dtype is 'bf16'; expected a floating-point dtype, such as torch.bf",
+    "a device": "mesh is 'cpu'; expected a DeviceMesh, such as init_device_mesh('cpu', (2,))",
     "inner grad_divisor": "fully_shard of ShardedLinear was given grad_divisor",
     "inner reduce_each_microbatch": "fully_shard of ShardedLinear was given reduce_each_microbatch",
     "inner runtime": "fully_shard of ShardedLinear was given runtime",

@@ -222,6 +222,16 @@ def test_every_member_of_the_protocol_is_looked_for() -> None:
     assert members == set(MODEL_MEMBERS)
 
 
+def test_a_model_without_parameters_is_refused() -> None:
+    case = Case()
+    parts = support.build(case)
+    for module in parts.module.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+    with pytest.raises(ValueError, match=r"has no parameters; expected a model to train"):
+        OverlapSchedule(parts, case.config)
+
+
 def test_a_kind_that_is_a_word_is_refused() -> None:
     named = type("Layer", (), {"kind": "moe", "module": None, "collectives": None})()
     with pytest.raises(ValueError, match=r"layer 0 \(Layer\): expected a LayerKind .* got 'moe'"):
@@ -253,6 +263,9 @@ def test_a_step_without_gradients_is_refused() -> None:
     ("options", "message"),
     [
         ({"num_microbatches": 0}, "at least 1, got 0"),
+        ({"num_microbatches": 2.0}, "a whole number of at least 1, got 2.0"),
+        ({"num_microbatches": "2"}, "a whole number of at least 1, got '2'"),
+        ({"delay_wgrad": "no"}, "delay_wgrad must be True or False, got 'no'"),
         ({"max_unsharded_units": 0}, "max_unsharded_units must be at least 1, got 0"),
         ({"order": "zigzag"}, "unknown order 'zigzag'; expected one of serial, plain, paired"),
         ({"order": "plain", "order_text": "0F.pre"}, "exclude each other"),
