@@ -2,7 +2,7 @@
 
 ::
 
-    forward    sent = exchange(sent by the producer)                                    no graph
+    forward    sent = exchange(detach(sent by the producer))                            no graph
     backward   the producer is given reverse(what the consumer left on its leaves)
 
 Gradients only travel in an exchange: there is nothing for autograd to form. Without a graph the
@@ -34,9 +34,6 @@ Reverse = Callable[[Bundle], Bundle]
 Shapes = Sequence[tuple[torch.dtype, torch.Size] | None]
 """Of a bundle's members; None where one is absent."""
 
-_SET_GRAD_ENABLED: Final = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
-"""``torch.no_grad``, without the objects that it makes at every node."""
-
 _OWN_REFERENCES: Final = 2
 """To a storage that only an ``ExchangeInput`` has: of the tensor sent, and of the asking."""
 
@@ -54,27 +51,24 @@ class ExchangeInput(HandOff):
         self.grads: Bundle = ()
         """What the exchange gives back, for the producer's backward."""
 
-    def lend(self) -> Bundle:
-        """The value itself, to whom makes no graph of it."""
+    def receive(self) -> Bundle:
+        """The value, cut off from the graph that made it, and not the start of another."""
         sent = self._sent
+        detached: list[Tensor | None] = []
         wanted: list[bool] = []
         has_large = False
         for tensor in sent:
             if tensor is None:
+                detached.append(None)
                 wanted.append(False)
                 continue
+            detached.append(tensor.detach())
             wanted.append(tensor.requires_grad)
             if tensor.nbytes >= MIN_BYTES:
                 has_large = True
         self.has_large = has_large
         self.wanted = wanted
-        return sent
-
-    def receive(self) -> Bundle:
-        """The value, cut off from the graph that made it, and not the start of another."""
-        sent = self.lend()
-        cut = [tensor if tensor is None else tensor.detach() for tensor in sent]
-        return tuple.__new__(type(sent), cut)
+        return tuple.__new__(type(sent), detached)
 
     def let_go(self) -> None:
         """As every hand-off does; no leaf is left behind."""
@@ -213,15 +207,8 @@ class ExchangeRun(NodeRun):
         for hook in self.pre_forward_hooks:
             hook()
         inlet = self._inlet
-        if self._is_trusted:
-            # A graph would serve nobody; and without one, what was sent is cut off from its own.
-            _SET_GRAD_ENABLED(False)
-            try:
-                made = self._function(inlet.lend())
-            finally:
-                _SET_GRAD_ENABLED(True)
-        else:
-            made = self._function(inlet.receive())
+        made = self._function(inlet.receive())
+        if not self._is_trusted:
             self._check(made)
             self._check_sent(made[0])
         self._state = NodeState.FORWARD_DONE
