@@ -1,7 +1,8 @@
 """What a user may ask of a schedule, and what is refused by name."""
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, fields
+from numbers import Integral
+from typing import Final, Literal, cast
 
 from ep_overlap.plan.lower import check_budget
 from ep_overlap.plan.order import OrderName, order_named
@@ -11,7 +12,6 @@ PAIRED_FROM_MICROBATCHES: Final = 2
 GRAPHED_TILE: Final = 64
 """Attention is replayed from CUDA graphs for a multiple of so many tokens: see
 ``models.megatron_graphs``."""
-_SWITCHES: Final = ("overlap", "delay_wgrad", "dispatch_over_wgrad", "divide_loss", "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,17 @@ class OverlapConfig:
     """Record when every action waited and ran; ``StepResult.trace``."""
 
     def __post_init__(self) -> None:
-        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
+        if not isinstance(cast(object, self.num_microbatches), Integral) or (
+            self.num_microbatches < 1
+        ):
             raise ValueError(
                 "num_microbatches must be a whole number of at least 1, got "
                 f"{self.num_microbatches!r}"
             )
-        for name in _SWITCHES:
-            value = getattr(self, name)
-            if not isinstance(value, bool):  # any text would switch it on
-                raise ValueError(f"{name} must be True or False, got {value!r}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.type is bool and not isinstance(value, bool):  # any text would switch it on
+                raise ValueError(f"{option.name} must be True or False, got {value!r}")
         check_budget(self.max_unsharded_units)
         if self.order is not None and self.order_text is not None:
             raise ValueError("order and order_text exclude each other; give one of them")

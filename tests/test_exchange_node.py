@@ -97,6 +97,18 @@ def test_gradients_are_those_of_one_graph(shape: tuple[int, int], is_tokens_froz
     assert trip.sent_home == home * 2
 
 
+def test_what_is_given_is_cut_off_from_its_graph_in_every_step() -> None:
+    """As other libraries ask: a tensor of a graph is exported to none."""
+    trip = Trip()
+    trip.dispatch._function = lambda tokens: (
+        Tokens(*(flipped(torch.from_dlpack(tensor)) for tensor in tokens)),
+    )
+    for _ in range(2):
+        trip.forward()
+        trip.backward()
+    assert same([weight.grad for weight in trip.weights], [2 * grad for grad in trip.expected()])
+
+
 def test_no_graph_is_made_and_none_is_walked() -> None:
     trip = Trip()
     given: list[Tokens] = []

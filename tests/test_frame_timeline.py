@@ -182,11 +182,11 @@ def test_the_step_that_was_cut_off_is_not_the_default() -> None:
         ('{"traceEvents": [{"ph": "X", "args": 1}]}', "expected an object as 'args'"),
         (
             '{"traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "ts": "x", "dur": 1}]}',
-            "expected a number as 'ts', got 'x'",
+            "expected a finite number as 'ts', got 'x'",
         ),
         (
             '{"traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "ts": NaN, "dur": 1}]}',
-            "expected a number as 'ts', got nan",
+            "expected a finite number as 'ts', got nan",
         ),
         (
             '{"traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "ts": 1, "dur": -2}]}',

@@ -73,7 +73,7 @@ class History:
             "peak_unsharded_bytes": stats.peak_unsharded_bytes,
             "hook_misses": stats.hook_misses,
             "parity": None if difference is None else str(difference.parity),
-            "parity_difference": None if difference is None else str(difference),
+            "parity_difference": None if difference is None else difference.as_json(),
         }
 
 
@@ -119,4 +119,8 @@ def report(result: Mapping[str, Any]) -> None:
     shown = [f"{kind} {share:.0%}" for kind, share in shares.items() if share is not None]
     print(f", hidden: {', '.join(shown)}" if shown else "")
     if result["parity"] is not None:
-        print(f"parity with the step without overlap: {result['parity_difference']}")
+        found = result["parity_difference"]
+        where = ""
+        if found is not None:
+            where = ": {tensor} on rank {rank} in step {step} {how}".format_map(found)
+        print(f"parity with the step without overlap: {result['parity']}{where}")

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, final
+from math import inf, ulp
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,17 @@ class Parity(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The largest of what was compared."""
+    """Of one tensor; or the largest of several."""
 
     amount: float
-    """Relative to the tensor's largest entry; 0: equal bit for bit; inf: of another shape or dtype,
-    not finite, or there on one side alone."""
-    where: str
-    """The tensor, the rank and the step."""
+    """Relative to the expected tensor's largest entry; 0: equal bit for bit; inf: no matter of
+    rounding."""
+    how: str
+    """In words, of which the tensor is the subject."""
+    tensor: str
+    rank: int
+    step: int
+    """As the progress bar counts."""
 
     @property
     def parity(self) -> Parity:
@@ -40,14 +45,11 @@ class Difference:
             return Parity.BITWISE
         return Parity.CLOSE if self.amount <= CLOSE_TOLERANCE else Parity.FAILED
 
-    def __str__(self) -> str:
+    def as_json(self) -> dict[str, Any] | None:
+        """Where and how it is; None where there is none."""
         if self.parity is Parity.BITWISE:
-            return str(self.parity)
-        if self.amount == float("inf"):
-            return (
-                f"{self.parity}: {self.where} is missing, not finite, or of another shape or dtype"
-            )
-        return f"{self.parity}: {self.where} differs by {self.amount:.1e} of its largest entry"
+            return None
+        return {"tensor": self.tensor, "rank": self.rank, "step": self.step, "how": self.how}
 
 
 def compare(
@@ -65,14 +67,21 @@ def compare(
         for index, pair in enumerate(zip(*losses, strict=True))
     ]
     for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        pairs.append(
-            (f"gradient of {name}", own.grad, other.grad) if gradients else (name, own, other)
-        )
-    here = _largest(
-        Difference(amount=_difference(*pair), where=f"{what} on rank {world.rank} in step {step}")
-        for what, *pair in pairs
-    )
-    return _largest(world.gathered(here))
+        if gradients:
+            pairs.append((f"gradient of {name}", own.grad, other.grad))
+        else:
+            pairs.append((f"weight {name}", own, other))
+    found: list[Difference] = []
+    for tensor, *pair in pairs:
+        amount, how = difference_of(*pair)
+        found.append(Difference(amount=amount, how=how, tensor=tensor, rank=world.rank, step=step))
+    return _largest(world.gathered(_largest(found)))
+
+
+def is_worse(first: Parity, second: Parity) -> bool:
+    """Whether the first is less alike."""
+    order = list(Parity)
+    return order.index(first) > order.index(second)
 
 
 def _largest(found: Iterable[Difference]) -> Difference:
@@ -80,22 +89,34 @@ def _largest(found: Iterable[Difference]) -> Difference:
     return max(found, key=lambda difference: difference.amount)
 
 
-def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """See ``Difference.amount``."""
+def difference_of(ours: Tensor | None, theirs: Tensor | None) -> tuple[float, str]:
+    """``Difference.amount`` and ``how``."""
     if ours is None or theirs is None:
-        return 0.0 if ours is theirs else float("inf")
-    ours, theirs = local_part(ours), local_part(theirs)
+        if ours is theirs:
+            return 0.0, "is absent, as expected"
+        return inf, "is missing" if ours is None else "is there, expected none"
+    ours, theirs = local_part(ours.detach()), local_part(theirs.detach())
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-        return float("inf")
+        return inf, f"is {_form(ours)}, expected {_form(theirs)}"
     if torch.equal(_bits(ours), _bits(theirs)):  # of values, NaN equals nothing
-        return 0.0
-    largest = theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)
-    difference = float(((ours - theirs).abs().max() / largest).item())
-    return difference if difference == difference and difference > 0 else float("inf")
+        return 0.0, "is equal"
+    ours, theirs = ours.double(), theirs.double()
+    if not (ours.isfinite().all() and theirs.isfinite().all()):
+        return inf, "is not finite, or not where expected"
+    apart, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
+    if apart == 0.0:
+        return ulp(0.0), "differs in the sign of zeros"
+    if largest == 0.0:
+        return inf, f"has an entry of {apart:.1e}, expected zeros"
+    return apart / largest, f"differs by {apart / largest:.1e} of its largest entry"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @final
@@ -107,17 +128,26 @@ class Baseline:
         twin: built by the same recipe.
         stepper: the twin's.
         world: the ranks that both are on.
+        steps_before: of the trainee, before the first that is compared.
     """
 
     def __init__(
-        self, trainee: Trainee, twin: Trainee, stepper: StandardStep, world: World
+        self,
+        trainee: Trainee,
+        twin: Trainee,
+        stepper: StandardStep,
+        world: World,
+        *,
+        steps_before: int = 0,
     ) -> None:
-        self.worst = Difference(amount=0.0, where="")
+        self.difference: Difference | None = None
+        """The largest of the first step that was as bad as any: what follows may follow from it.
+        None: nothing has been compared."""
         self._modules = (trainee.module, twin.module)
         self._twin = twin
         self._stepper = stepper
         self._world = world
-        self._num_steps = 0
+        self._num_steps = steps_before
 
     def step(
         self,
@@ -142,4 +172,5 @@ class Baseline:
         found = compare(
             losses, self._modules, self._world, gradients=gradients, step=self._num_steps
         )
-        self.worst = _largest((self.worst, found))
+        if self.difference is None or is_worse(found.parity, self.difference.parity):
+            self.difference = found

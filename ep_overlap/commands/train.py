@@ -78,7 +78,13 @@ def _train(args: TrainArguments, world: World) -> Difference | None:
         twin = build_trainee(recipe, world, meshes)
         if args.load is not None:
             load(args.load, twin, world, lr=args.lr)
-        baseline = Baseline(trainee, twin, StandardStep(twin, args.num_microbatches, world), world)
+        baseline = Baseline(
+            trainee,
+            twin,
+            StandardStep(twin, args.num_microbatches, world),
+            world,
+            steps_before=start.iteration,
+        )
     step_tokens = args.seq_length * args.micro_batch_size * args.num_microbatches * world.size
     history = History(step_tokens=step_tokens)
     chrome = None if args.trace is None else ChromeTrace(rank=world.rank, origin_ns=0)
@@ -94,7 +100,7 @@ def _train(args: TrainArguments, world: World) -> Difference | None:
             progress.advance(history.line())
         if args.save is not None:
             save(args.save, trainee, start.after(args), world)
-    difference = None if baseline is None else baseline.worst
+    difference = None if baseline is None else baseline.difference
     result = history.result(trainee.lifecycle.stats, difference) | {
         "first_iteration": start.iteration
     }

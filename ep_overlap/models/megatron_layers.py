@@ -63,8 +63,8 @@ class GPTBatch:
 class Splits(NamedTuple):
     """How many tokens go to each rank and come from it, as megatron-core has them."""
 
-    sent: Any
-    received: Any
+    sent: Sequence[int] | None
+    received: Sequence[int] | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class GPTState:
     moe: dict[int, MoELayer] = field(default_factory=dict[int, MoELayer])
     """By layer, from its attn to its finish: its MoE with a dispatcher of this microbatch's own."""
     splits: dict[int, Splits] = field(default_factory=dict[int, Splits])
-    """By layer, from its dispatch on: dispatch's."""
+    """By layer, set by its dispatch: for the reverses of dispatch and combine."""
     rotary: Tensor | None = None
     """``[S, 1, 1, ...]``, the same for all layers; set by ``pre``."""
 
@@ -211,11 +211,10 @@ class MegatronMoELayer:
     def dispatch(self, state: GPTState, tokens: Tokens) -> Tokens:
         """Send tokens, and their weights, to the ranks of their experts."""
         assert tokens.probs is not None, "attn made them"
-        moe = state.moe[self._index]
+        moe = self._routed(state)
         dispatched = Tokens(*moe.dispatch(tokens.tokens, tokens.probs))
-        dispatcher = cast(MoEAlltoAllTokenDispatcher, moe.token_dispatcher)
-        splits = Splits(dispatcher.input_splits, dispatcher.output_splits)
-        state.splits[self._index] = splits
+        dispatcher = cast(Any, moe.token_dispatcher)  # it calls them tensors, which they were
+        state.splits[self._index] = Splits(dispatcher.input_splits, dispatcher.output_splits)
         return dispatched
 
     def dispatch_backward(self, state: GPTState, grads: TokenGrads) -> TokenGrads:
@@ -231,12 +230,12 @@ class MegatronMoELayer:
     def mlp(self, state: GPTState, tokens: Tokens) -> Tensor:
         """Sort by expert, run the experts, unsort."""
         assert tokens.probs is not None, "dispatch brought them"
-        output, _ = state.moe[self._index].routed_experts_compute(tokens.tokens, tokens.probs)
+        output, _ = self._routed(state).routed_experts_compute(tokens.tokens, tokens.probs)
         return output
 
     def combine(self, state: GPTState, tokens: Tensor) -> Tensor:
         """Send the results back where their tokens came from."""
-        return state.moe[self._index].combine(tokens)
+        return self._routed(state).combine(tokens)
 
     def combine_backward(self, state: GPTState, grad: Tensor) -> Tensor:
         """Send their gradients to the experts."""
@@ -246,11 +245,17 @@ class MegatronMoELayer:
     def finish(self, state: GPTState, combined: Tensor, carry: Carry) -> Tensor:
         """Unpermute, add the shared experts' output and the residual."""
         layer = self._rest
+        output = self._routed(state).postprocess(combined, carry.shared)
         # Its routing goes here, not with the microbatch: a graph keeps what its backward needs.
-        output = state.moe.pop(self._index).postprocess(combined, carry.shared)
+        del state.moe[self._index]
         add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
         with layer.bias_dropout_add_exec_handler():
             return add((output, None), carry.residual, layer.hidden_dropout)
+
+    def _routed(self, state: GPTState) -> MoELayer:
+        moe = state.moe.get(self._index)
+        assert moe is not None, f"layer {self._index}: its parts run from attn to finish, once each"
+        return moe
 
 
 def layer_of(

@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Final, cast
 
@@ -182,8 +182,8 @@ def _args(event: Mapping[str, object]) -> Mapping[str, object]:
 
 def _number(event: Mapping[str, object], key: str) -> float:
     value = event.get(key)
-    if not isinstance(value, int | float) or not isfinite(value):
-        raise ValueError(f"expected a number as {key!r}, got {value!r} in {dict(event)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:
+        raise ValueError(f"expected a finite number as {key!r}, got {value!r} in {dict(event)}")
     return float(value)
 
 
