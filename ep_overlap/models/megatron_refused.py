@@ -100,7 +100,7 @@ def _of_experts(c: TransformerConfig) -> Iterator[_Setting]:
         return
     yield _Setting("expert_tensor_parallel_size", c.expert_tensor_parallel_size, 1)
     yield _Setting("moe_token_dispatcher_type", c.moe_token_dispatcher_type, "alltoall")
-    # With it dispatchers set ``use_nccl_stream``, which the reverses of exchanges would have to pass.
+    # With it dispatchers set ``use_nccl_stream``, which the exchanges' reverses would have to pass.
     yield _Setting("moe_shared_expert_overlap", c.moe_shared_expert_overlap, False)
     yield _Setting("moe_expert_capacity_factor", c.moe_expert_capacity_factor, None)
     # Its second projection follows the combine exchange: it would run within the next layer.
