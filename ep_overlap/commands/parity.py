@@ -78,7 +78,7 @@ def compare(
     return _largest(world.gathered(_largest(found)))
 
 
-def is_worse(first: Parity, second: Parity) -> bool:
+def _is_worse(first: Parity, second: Parity) -> bool:
     """Whether the first is less alike."""
     order = list(Parity)
     return order.index(first) > order.index(second)
@@ -172,5 +172,5 @@ class Baseline:
         found = compare(
             losses, self._modules, self._world, gradients=gradients, step=self._num_steps
         )
-        if self.difference is None or is_worse(found.parity, self.difference.parity):
+        if self.difference is None or _is_worse(found.parity, self.difference.parity):
             self.difference = found

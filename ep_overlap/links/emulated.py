@@ -422,7 +422,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self._refuse("recv", "from any rank")
 
     def _refuse(self, op: str, peer: str) -> NoReturn:
-        raise NotImplementedError(
+        raise RuntimeError(  # as torch's backends that lack an operation
             f"{op} {peer}, {self.describe()}: expected a collective, as nobody else is there; "
             "emulate a world without pipeline stages"
         )
