@@ -1,10 +1,9 @@
 """What a user may ask of a schedule, and what is refused by name."""
 
 from dataclasses import dataclass, fields
-from numbers import Integral
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
-from ep_overlap.plan.lower import check_budget
+from ep_overlap.plan.lower import check_budget, is_count
 from ep_overlap.plan.order import OrderName, order_named
 
 PAIRED_FROM_MICROBATCHES: Final = 2
@@ -47,9 +46,7 @@ class OverlapConfig:
     """Record when every action waited and ran; ``StepResult.trace``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(cast(object, self.num_microbatches), Integral) or (
-            self.num_microbatches < 1
-        ):
+        if not is_count(self.num_microbatches):
             raise ValueError(
                 "num_microbatches must be a whole number of at least 1, got "
                 f"{self.num_microbatches!r}"

@@ -145,8 +145,7 @@ def fully_shard[ModuleT: nn.Module](
             f"outer_strategy {outer_strategy!r} with strategy 'no_shard' shares main weights over "
             "outer ranks alone; use strategy 'optim' on a mesh of one dimension, over those ranks"
         )
-    if grad_divisor is not None and grad_divisor < 1:
-        raise ValueError(f"grad_divisor is {grad_divisor}; expected at least 1")
+    _check_reduction(grad_divisor, reduce_each_microbatch)
     _check_module(module)
     mesh_of = _mesh_function(mesh)
     own = (child for _, child in _outside_of_units(module, ""))
@@ -178,6 +177,16 @@ def fully_shard[ModuleT: nn.Module](
     )
     cast(_Sharded, module).fsdp_membership = _Membership(recipe=recipe)
     return module
+
+
+def _check_reduction(grad_divisor: object, reduce_each_microbatch: object) -> None:
+    """Neither would be noticed later: gradients would only be others."""
+    if grad_divisor is not None and (type(grad_divisor) is not int or grad_divisor < 1):
+        raise ValueError(f"grad_divisor is {grad_divisor!r}; expected a whole number of at least 1")
+    if not isinstance(reduce_each_microbatch, bool | None):
+        raise ValueError(
+            f"reduce_each_microbatch is {reduce_each_microbatch!r}; expected True, False or None"
+        )
 
 
 def _mesh_function(mesh: DeviceMesh | MeshOf) -> MeshOf:

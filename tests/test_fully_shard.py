@@ -160,6 +160,12 @@ def refusals() -> dict[str, str]:
     )
     note("integers", lambda: MixedPrecision(reduce_dtype=torch.int32))
     note("a dtype's name", lambda: MixedPrecision(param_dtype="bf16"))
+    for divisor in ("2", float("nan"), True):
+        note(
+            f"divisor {divisor!r}",
+            lambda d=divisor: fully_shard(nn.Linear(2, 2), mesh=mesh, grad_divisor=d),
+        )
+    note("no", lambda: fully_shard(nn.Linear(2, 2), mesh=mesh, reduce_each_microbatch="no"))
     note("a device", lambda: fully_shard(nn.Linear(2, 2), mesh="cpu"))
     for name, value in (
         ("grad_divisor", 2),
@@ -208,6 +214,10 @@ EXPECTED_REFUSALS = {
     "grads": "unknown outer_strategy 'grads'; expected one of no_shard, optim",
     "integers": "reduce_dtype is torch.int32",
     "a dtype's name": "param_dtype is 'bf16'; expected a floating-point dtype, such as torch.bf",
+    "divisor '2'": "grad_divisor is '2'; expected a whole number of at least 1",
+    "divisor nan": "grad_divisor is nan; expected a whole number of at least 1",
+    "divisor True": "grad_divisor is True; expected a whole number of at least 1",
+    "no": "reduce_each_microbatch is 'no'; expected True, False or None",
     "a device": "mesh is 'cpu'; expected a DeviceMesh, such as init_device_mesh('cpu', (2,))",
     "inner grad_divisor": "fully_shard of ShardedLinear was given grad_divisor",
     "inner reduce_each_microbatch": "fully_shard of ShardedLinear was given reduce_each_microbatch",

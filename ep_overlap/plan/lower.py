@@ -7,6 +7,7 @@ reductions in. Both only insert: the nodes keep their order.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 
 from ep_overlap.plan.action import (
     HEAD_UNIT,
@@ -87,16 +88,21 @@ class Sharding:
         return default_budget(split_groups(order))
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number of at least 1, which True is not."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+
+
 def check_budget(max_unsharded_units: int | None) -> None:
     """What can be said of a budget before there is an order.
 
     Raises:
-        ValueError: it is below 1.
+        ValueError: it is no whole number of at least 1.
     """
-    if max_unsharded_units is not None and max_unsharded_units < 1:
+    if max_unsharded_units is not None and not is_count(max_unsharded_units):
         raise ValueError(
-            f"max_unsharded_units must be at least 1, got {max_unsharded_units}; leave it out for "
-            "the default"
+            f"max_unsharded_units must be at least 1, got {max_unsharded_units!r}; leave it out "
+            "for the default"
         )
 
 

@@ -10,7 +10,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import Final, cast
 
@@ -19,6 +18,9 @@ WAIT: Final = "wait"
 
 COMP: Final = "comp"
 """The lane whose waits are exposed communication."""
+
+_LONGEST_US: Final = 1e18
+"""Of a time that is believed: 30,000 years. A float holds it, and the sum of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +119,7 @@ def read_trace(path: Path) -> Trace:
         content: object = json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"trace {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"trace {path}: expected JSON, got: {error}") from error
     try:
         return parse_trace(content)
@@ -182,14 +184,18 @@ def _args(event: Mapping[str, object]) -> Mapping[str, object]:
 
 def _number(event: Mapping[str, object], key: str) -> float:
     value = event.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:
-        raise ValueError(f"expected a finite number as {key!r}, got {value!r} in {dict(event)}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= _LONGEST_US  # nor is NaN
+    ):
+        raise ValueError(f"expected a number as {key!r}, got {value!r} in {dict(event)}")
     return float(value)
 
 
 def _integer(event: Mapping[str, object], key: str) -> int:
     value = event.get(key)
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"expected an integer as {key!r}, got {value!r} in {dict(event)}")
     return value
 
