@@ -65,10 +65,9 @@ def test_sharded_it_measures_megatrons_fsdp_and_ours(tmp_path: Path) -> None:
     assert result["strategy"] == "optim_grads_params"
     variants = result["variants"]
     gathers = {name: variant["num_gathers"] for name, variant in variants.items()}
-    # FSDP v1 gathers a layer for each forward and each backward of a microbatch, but for those that
-    # are there still: 2 layers x 2 microbatches. Ours are gathered once.
-    assert gathers["megatron standard"] > 6
-    assert gathers["megatron combined"] > 6
+    # FSDP v1 gathers a layer for each forward and each backward of a microbatch, and the root once;
+    # its experts', which no other rank shares, are not counted. Ours are gathered once.
+    assert {gathers[name] for name in gathers if not name.startswith("ours")} == {2 * 2 * 2 + 1}
     assert {gathers[name] for name in gathers if name.startswith("ours")} == {2 + 2}, "root, head"
     assert {variant["hidden_share"] for variant in variants.values()} == {None}
 

@@ -45,14 +45,15 @@ def test_flags_that_it_does_not_read_change_nothing_that_is_timed() -> None:
         "--moe-router-force-biased -0.5 --max-unsharded-units 2 --emulate a2a=1GBps,dp=1GBps"
     )
     (_, plain), (_, others) = parse(command.split()), parse(f"{command} {unread}".split())
-    for is_gpu in (False, True):
+    for has_gpu_each, has_te in ((False, False), (False, True), (True, True)):
         sizes = [
-            suite.timed_sizes(args, num_ranks=2, is_gpu=is_gpu, has_te=is_gpu)
+            suite.timed_sizes(args, num_ranks=2, has_gpu_each=has_gpu_each, has_te=has_te)
             for args in (plain, others)
         ]
         assert sizes[0] == sizes[1]
         assert (sizes[0].rounds, sizes[0].emulates_nothing) == (3, True)
-        assert sizes[0].num_experts == (32 if is_gpu else 8)
+        assert sizes[0].num_experts == (32 if has_gpu_each else 8)
+        assert sizes[0].seq_length == (4096 if has_gpu_each else 64), "over gloo"
 
 
 def test_what_it_found_is_told_part_by_part() -> None:

@@ -49,7 +49,7 @@ class MeasuredWorld(Protocol):
         ...
 
     def num_gathers(self, step: Step) -> int | None:
-        """Of weights, in a step; None: nobody counts them. Collective."""
+        """Of weights, from other ranks, in a step; None: nobody counts them. Collective."""
         ...
 
     def slowest(self, seconds: float) -> float:
@@ -98,9 +98,10 @@ class EmulatedWorld:
         return sum(self._links.latency_s + span.wire_bytes / rate for span in exchanges)
 
     def num_gathers(self, step: Step) -> int:
-        """The dispatchers', of token counts, are not among them."""
+        """Neither the dispatchers', of token counts, are among them, nor those of one rank alone:
+        megatron-core's FSDP v1 gathers experts that no other rank shares, too."""
         gathers = (span for span in self._spans(step) if span.kind is CollectiveKind.AG)
-        return sum(span.group != COUNTS_GROUP for span in gathers)
+        return sum(span.wire_bytes > 0 and span.group != COUNTS_GROUP for span in gathers)
 
     def _spans(self, step: Step) -> list[CollectiveSpan]:
         self._emulation.timed = True

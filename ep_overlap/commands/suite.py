@@ -8,8 +8,8 @@ On ``--nproc`` ranks, each with a GPU of its own where there are enough::
     steps     megatron-core's schedules and ours, alternating; hidden share, host time, peak memory
     sharded   the same over its FSDP v1 and our fully_shard
 
-Each part's table is printed when the part is done. Without GPUs it runs to its end over gloo, with
-small sizes, and says what it left out.
+Each part's table is printed when the part is done. Without a GPU for each rank it runs to its end
+over gloo, with small sizes, and says what it left out.
 """
 
 import gc
@@ -58,7 +58,7 @@ COLUMNS: Final = {
 }
 """Whether weight gradients are delayed, and whether they are fused."""
 
-GPU_SIZES: Final = {
+FULL_SIZES: Final = {
     "num_layers": 4,
     "hidden_size": 2048,
     "num_attention_heads": 32,
@@ -73,7 +73,7 @@ GPU_SIZES: Final = {
 }
 """Of the timed GPTModel: layers like Qwen3-30B-A3B's, as one of eight ranks has them."""
 NUM_LOCAL_EXPERTS: Final = 16
-CPU_SIZES: Final = {
+SMALL_SIZES: Final = {
     "num_layers": 2,
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -82,7 +82,7 @@ CPU_SIZES: Final = {
     "micro_batch_size": 2,
     "num_microbatches": 3,
 }
-NUM_CPU_EXPERTS: Final = 8
+NUM_SMALL_EXPERTS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +145,9 @@ def _parts(args: BenchArguments, world: World) -> Iterator[dict[str, Any]]:
     left_out: list[str] = []
     if not has_te:
         left_out.append("Transformer Engine's layers: they need it, and a GPU")
+    has_gpu_each = is_gpu and torch.cuda.device_count() >= world.size
     are_all_there = True
-    if is_gpu and torch.cuda.device_count() >= world.size > 1:
+    if has_gpu_each and world.size > 1:
         found = profiled_overlaps(Meshes.of(world, world.size).dense)
         overlaps = {str(step + 1): str(overlap) for step, overlap in found.items()}
         mine = all(overlap.are_all_there for overlap in found.values())
@@ -154,8 +155,10 @@ def _parts(args: BenchArguments, world: World) -> Iterator[dict[str, Any]]:
         yield {"overlaps": overlaps}
     else:
         left_out.append("the profiler's proof of overlap: it needs a GPU for each rank")
+    if not has_gpu_each:
+        left_out.append("steps of full size: they need a GPU for each rank")
     gc.collect()  # the proof's model: what is measured next must not be freed in its place
-    sizes = timed_sizes(args, num_ranks=world.size, is_gpu=is_gpu, has_te=has_te)
+    sizes = timed_sizes(args, num_ranks=world.size, has_gpu_each=has_gpu_each, has_te=has_te)
     yield {"steps": bench_megatron.measure(sizes, RealWorld(world))}
     gc.collect()  # its models
     yield {"sharded": bench_megatron.measure(_sharded(sizes), RealWorld(world))}
@@ -164,13 +167,14 @@ def _parts(args: BenchArguments, world: World) -> Iterator[dict[str, Any]]:
 
 
 def timed_sizes(
-    args: BenchArguments, *, num_ranks: int, is_gpu: bool, has_te: bool
+    args: BenchArguments, *, num_ranks: int, has_gpu_each: bool, has_te: bool
 ) -> BenchArguments:
-    """What is timed: on every machine of a kind the same, whatever other flags say."""
+    """What is timed: on every machine of a kind the same, whatever other flags say. Ranks that
+    share a GPU exchange over gloo, for which full sizes are gigabytes."""
     return replace(
         BenchArguments(emulate="none", device=args.device, rounds=args.rounds),
-        **(GPU_SIZES if is_gpu else CPU_SIZES),
-        num_experts=NUM_LOCAL_EXPERTS * num_ranks if is_gpu else NUM_CPU_EXPERTS,
+        **(FULL_SIZES if has_gpu_each else SMALL_SIZES),
+        num_experts=NUM_LOCAL_EXPERTS * num_ranks if has_gpu_each else NUM_SMALL_EXPERTS,
         transformer_impl=TransformerImpl.TRANSFORMER_ENGINE if has_te else TransformerImpl.LOCAL,
     )
 
