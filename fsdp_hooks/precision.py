@@ -10,8 +10,9 @@ class MixedPrecision:
     """Dtypes of a unit's floating-point parameters; others stay as they are.
 
     Inputs are not cast: a unit gets what the one before it returns, so let the first one make the
-    compute dtype (an embedding does). The names are those of FSDP2's ``MixedPrecisionPolicy``;
-    unlike there, ``reduce_dtype`` is the main weights' unless told otherwise.
+    compute dtype (an embedding does). ``param_dtype`` and ``reduce_dtype`` are those of FSDP2's
+    ``MixedPrecisionPolicy``; unlike there, ``reduce_dtype`` is the main weights' unless told
+    otherwise.
 
     Raises:
         ValueError: a dtype is no floating-point dtype.

@@ -111,6 +111,13 @@ NAN = torch.tensor([1.0, torch.nan])
         # Each under- or overflows in its own type.
         (torch.tensor([6e4], dtype=torch.half), torch.tensor([-6e4], dtype=torch.half), 2.0, "by"),
         (torch.tensor([1e-45, 3e5]), torch.tensor([0.0, 3e5]), 1e-45 / 3e5, "by 4.7e-51 of"),
+        # Its quotient does in every type.
+        (
+            torch.tensor([2.0, 5e-324], dtype=torch.double),
+            torch.tensor([2.0, 0.0], dtype=torch.double),
+            5e-324,
+            "by",
+        ),
     ],
     ids=str,
 )

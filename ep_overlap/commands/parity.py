@@ -108,7 +108,8 @@ def difference_of(ours: Tensor | None, theirs: Tensor | None) -> tuple[float, st
         return ulp(0.0), "differs in the sign of zeros"
     if largest == 0.0:
         return inf, f"has an entry of {apart:.1e}, expected zeros"
-    return apart / largest, f"differs by {apart / largest:.1e} of its largest entry"
+    amount = max(apart / largest, ulp(0.0))  # the quotient may underflow; 0 is for equal bits
+    return amount, f"differs by {amount:.1e} of its largest entry"
 
 
 def _form(tensor: Tensor) -> str:

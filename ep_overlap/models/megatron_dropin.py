@@ -8,8 +8,8 @@
         -> forward_step_calc_loss             megatron-core's own: loss_func, all scaling
     finalize_model_grads_func                 megatron-core's own
 
-What the schedule does not do, a forward without backward, or a config without the flag, goes to
-megatron-core's own function.
+A forward without backward, and a config without the flag, go to megatron-core's own function; what
+is not supported is refused by name.
 """
 
 import copy
@@ -110,7 +110,7 @@ class ForwardBackward:
         lifecycle_of: for a sharding core of one's own.
 
     Raises:
-        ValueError: an option is unknown or out of range.
+        ValueError: an option is out of range.
     """
 
     def __init__(
@@ -459,7 +459,8 @@ def install(**options: Unpack[Options]) -> None:
         options: ``ForwardBackward``'s.
 
     Raises:
-        ValueError: an option is unknown or out of range; nothing is replaced then.
+        TypeError: an option is unknown.
+        ValueError: an option is out of range. Nothing is replaced in either case.
     """
     ForwardBackward(**options)
     _replace(lambda value: value is _THEIRS or type(value) is _Installed, _Installed(options))

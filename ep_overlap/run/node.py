@@ -7,8 +7,7 @@
 
 What is handed over is the same storage as what was made, as a new leaf. The consumer's backward
 leaves the gradient on the leaf; the producer's backward starts from there. Gradients of several
-hand-offs enter one backward call as its roots, so sums are formed in autograd's own order (but see
-below).
+hand-offs enter one backward call as its roots, so sums are formed in autograd's own order.
 
 Neither backward reads the value itself. Once the consumer's forward is through, it goes, unless
 somebody's graph has saved it::
